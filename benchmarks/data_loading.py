@@ -60,7 +60,7 @@ if __name__ == "__main__":
         figures = {workers: measure(here, workers) for workers in WORKERS}
     for workers, found in figures.items():
         print(
-            f"{workers} workers: {found['step_ms']:5.1f} ms a step, "
+            f"{workers} workers: {found['step_ms']:5.1f} ms per step, "
             f"{found['data_share']:6.1%} of the ranks' time is data"
         )
     write_result(

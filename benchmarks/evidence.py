@@ -1,6 +1,6 @@
 """Runs of the convergence benchmark -> tables in Markdown and plots in SVG, one for each case.
 
-A case is a model in p stages with k micro-batches a step. Synchronous runs are the same for all
+A case is a model in p stages with k micro-batches per step. Synchronous runs are the same for all
 cases, so they are made once; their time is computed for each case. Times assume stages of equal
 cost, as planners make them: the real times of so small a model would measure its overheads.
 """

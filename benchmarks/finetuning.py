@@ -215,7 +215,7 @@ def shown(before: Mapping[str, float], table: Sequence[Mapping[str, Any]]) -> st
     lines = [
         f"before training: accuracy {before['accuracy']:.1%}, loss {before['loss']:.3f}, "
         f"on {before['samples']} sentences",
-        f"{'after':28} late  seeds  accuracy (least - most)    loss  ms a step  training  command",
+        f"{'after':28} late  seeds  accuracy (least - most)    loss  ms/step  training  command",
     ]
     for entry in table:
         times = [

@@ -21,7 +21,7 @@ Step = Callable[[], Any]
 Batch = Sequence[dict[str, Tensor]]
 
 TORCH = {
-    # name: class, stages a rank, whether stages are placed in a V
+    # name: class, stages per rank, whether stages are placed in a V
     "torch GPipe": ("GPipe", 1, False),
     "torch 1F1B": ("1F1B", 1, False),
     "torch ZB-H1": ("InterleavedZeroBubble", 1, False),

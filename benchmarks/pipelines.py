@@ -33,7 +33,7 @@ MEASURED_STEPS = 3
 
 @dataclass(frozen=True)
 class Ours:
-    """A schedule with `each` stages a rank; asynchronous with a step `every` so many micro-batches,
+    """A schedule with `each` stages on a rank; asynchronous, it steps every `every` micro-batches,
     by default after each batch, and as many forwards `ahead` as `--ahead` says."""
 
     schedule: str

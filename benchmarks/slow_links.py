@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     rows = []
-    print("Mbit/s  KiB a micro-batch  planned ms  measured ms  planned / measured - 1")
+    print("Mbit/s  KiB per micro-batch  planned ms  measured ms  planned / measured - 1")
     for mbit_s in map(float, options.mbit.split(",")):
         row = measure(mbit_s, options.steps)
         rows.append(row)

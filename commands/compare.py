@@ -18,7 +18,7 @@ from .options import COMPARED, PANEL, limited, make_app, option, with_limits
 from .training_options import ComparedOptions
 
 app = make_app(
-    "asyncpipe-compare", "Compare losses and simulated times of training with stale weights."
+    "asyncpipe-compare", "Compare losses and predicted times of training with stale weights."
 )
 
 
@@ -51,7 +51,7 @@ class CompareOptions:
     ] = None
     lr: Annotated[
         list[float] | None,
-        _several("Learning rates to try with each method. [default: that of asyncpipe-train]"),
+        _several("Learning rates to sweep for each method. [default: that of asyncpipe-train]"),
     ] = None
     seeds: Annotated[list[int], _several("Random seeds for data order and dropout.")] = field(
         default_factory=lambda: [1]
@@ -72,7 +72,7 @@ def compare_command(
         bool, Parameter(name=("--verbose", "-v"), negative=(), group=PANEL[LOGGING])
     ] = False,
 ) -> int:
-    """Compare losses and simulated times of training with stale weights.
+    """Compare losses and predicted times of training with stale weights.
 
     Trains all stages in this process with the weight versions of asynchronous 1f1b, and simulates
     the time with one rank for each stage. Finished runs are not repeated.

@@ -156,7 +156,7 @@ class SafeConsole(Console):
             yield segment if control else Segment(visible(text), style)
 
     def on_broken_pipe(self) -> None:
-        """Goes on without printing."""
+        """Continues without printing."""
         self.quiet = True
         _drop_output(self.file)
 
@@ -174,7 +174,7 @@ def print_words(console: Console, text: str, *, indent: int = 0) -> None:
 
 def print_text(text: str) -> None:
     """Prints a text as it is, at once, and ends its line. If the reader is gone, as after
-    `| head`, the command goes on without printing."""
+    `| head`, the command continues without printing."""
     try:
         print(text, end="" if text.endswith("\n") else "\n", flush=True)
     except BrokenPipeError:
@@ -182,7 +182,7 @@ def print_text(text: str) -> None:
 
 
 def _drop_output(file: IO[str]) -> None:
-    """What the file still has to write is dropped."""
+    """Drops the unwritten output of the file."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, file.fileno())
     os.close(nowhere)
@@ -230,7 +230,7 @@ class PhaseDisplay:
         if self._silent:
             return
         self._console.print(
-            f"[green]✓[/] {name:9}{escape(detail)} [dim]{write_duration(seconds)}[/]",
+            f"[green]✓[/] {name:9}{escape(detail)} [dim]\\[{write_duration(seconds)}][/]",
             soft_wrap=True,
         )
         if self._bar:
@@ -298,11 +298,12 @@ def print_graph_plan(console: Console, plan: GraphPlan) -> None:
     console.print()
     print_table(console, Table(columns, tuple(rows)))
     print_candidates(console, plan.candidates, plan.method)
-    proved = "proved optimal" if plan.optimal else f"{write_gap(plan.gap)} above the optimum"
+    proven = "proven optimal" if plan.optimal else f"{write_gap(plan.gap)} above the optimum"
     console.print(
-        f"{escape(plan.name)} · {plan.method} · slowest rank {write_ms(plan.bottleneck_ms)} (bound "
-        f"{write_ms(plan.lower_bound_ms)}) · step {write_ms(plan.step_ms)} (bound "
-        f"{write_ms(plan.step_bound_ms)}), {proved} · planned in {write_duration(plan.seconds)}",
+        f"{escape(plan.name)} · {plan.method} · {proven} · bottleneck rank "
+        f"{write_ms(plan.bottleneck_ms)} (lower bound {write_ms(plan.lower_bound_ms)}) · step "
+        f"{write_ms(plan.step_ms)} (lower bound {write_ms(plan.step_bound_ms)}) · planned in "
+        f"{write_duration(plan.seconds)}",
         soft_wrap=True,
     )
     for note in plan.explanation:
@@ -322,11 +323,12 @@ def print_facts(console: Console, plan: Plan) -> None:
     from ..runtime.plan.forecast import describe_forecast
 
     ratio = plan.even_split_ms / plan.bottleneck_ms if plan.bottleneck_ms else 1.0
-    slower = f" ({write_ratio(ratio)} as long)" if ratio >= 1 else ""
+    even = f"would take {write_ms(plan.even_split_ms)}"
+    if ratio >= 1:
+        even = f"{even} ({write_ratio(ratio)} slower)" if ratio >= 1.005 else "is as fast"
     lines = (
-        f"slowest {plan.slowest} {write_ms(plan.bottleneck_ms)}, no cut can be faster than "
-        f"{write_ms(plan.lower_bound_ms)}; an even split of the blocks takes "
-        f"{write_ms(plan.even_split_ms)}{slower}",
+        f"bottleneck {plan.slowest} {write_ms(plan.bottleneck_ms)} (lower bound "
+        f"{write_ms(plan.lower_bound_ms)}); an even split of the blocks {even}",
         describe_forecast(plan),
         *(f"note    {note}" for note in (*plan.notes, *plan.explanation)),
     )
@@ -349,7 +351,7 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 def print_next(console: Console, plan: Plan, folder: Path) -> None:
     print_facts(console, plan)
-    console.print(escape(f"weights {plan.weights}"))
+    console.print(escape(f"weights: {plan.weights}"))
     console.print()
     planned = plan.setting.schedule
     under = f" --schedule {planned}" if planned not in (*ASYNCHRONOUS, _DEFAULT) else ""
@@ -383,16 +385,16 @@ def print_folder(console: Console, plan: Plan, folder: Path) -> None:
     if plan.if_sent:
         for flow in traffic(plan):
             console.print(
-                f"sent    stage {flow.source} to {flow.target}: {write_bytes(flow.sent)} a "
-                f"micro-batch; {write_bytes(flow.if_sent)} if nothing were computed again"
+                f"sent    stage {flow.source} to {flow.target}: {write_bytes(flow.sent)} per "
+                f"micro-batch ({write_bytes(flow.if_sent)} without recomputation)"
             )
     for shared in plan.shared:
         holders = ", ".join(f"{name} in stage {stage}" for stage, name in shared.holders)
         console.print(escape(f"tied    {holders}"))
     for spec in plan.stages:
         if (folder / spec.file).is_file() and file_hash(folder / spec.file) != spec.sha256:
-            told = f"edited  {spec.file} is not as generated; it is used as it is"
-            console.print(told, markup=False)
+            edited = f"edited  {spec.file} was edited by hand; your version is used"
+            console.print(edited, markup=False)
     if not is_trusted(folder):
-        console.print("foreign not made on this machine: its code is shown, and run with --trust")
+        console.print("untrusted: generated on another machine; pass --trust to run it")
     console.print(escape(f"\ncode    asyncpipe-inspect {shlex.quote(str(folder))} --stage 0"))

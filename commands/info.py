@@ -29,7 +29,7 @@ def info_command(
     Parameters
     ----------
     ranks
-        Ranks of the run. [default: one for each GPU, or 2]
+        Number of ranks to describe. [default: one per GPU, otherwise 2]
     json
         Print the result as JSON.
     verbose

@@ -47,8 +47,8 @@ def inspect_command(
     json
         Print the plan as JSON.
     svg
-        Write a picture of the plan to this file: the modules with their cuts, one simulated step
-        and the memory of each rank. [default: none]
+        Write a picture of the plan to this file: the modules with their cuts, one predicted
+        step and the memory of each rank. [default: none]
     verbose
         Show the traceback of an error.
     """

@@ -192,29 +192,32 @@ class CommandOptions:
     model: str | None = declare(
         None,
         Text("the name of a model, a folder or MODULE:FACTORY", "gpt2"),
-        "Model to partition: a published configuration (gpt2 .. gpt2-xl, bert-base-uncased, "
-        "t5-small .., vit-base, llama-7b ..), a built-in model (mlp, resnet50, ..), a folder or "
-        "hub name of transformers, or your own package.module:factory or path/file.py:factory.",
+        "Model to partition: a Transformers configuration by name (gpt2, bert-base-uncased, "
+        "t5-small, vit-base, llama-7b, ..), a built-in model (mlp, resnet50, ..), a local "
+        "Transformers folder or Hub id, or a factory given as package.module:function or "
+        "file.py:function.",
         group=MODEL,
     )
     graph: Path | None = declare(
         None,
         path("graph.json"),
-        "Cost graph to plan instead of a model: JSON of asyncpipe or of dnn-partitioning, or "
-        "graph.txt of PipeDream.",
+        "Cost graph to partition instead of a model. Formats: asyncpipe JSON, dnn-partitioning "
+        "JSON, PipeDream graph.txt.",
         group=MODEL,
     )
     hosts: str | None = declare(
         None,
         Text("a list of hosts and numbers of ranks", "h1:4,h2:2"),
-        "Short form of --devices for equal devices: h1:4,h2:2 are four ranks on host h1 and two "
-        "on h2.",
+        "Homogeneous cluster in short form, in place of --devices: h1:4,h2:2 means 4 ranks on h1 "
+        "and 2 on h2.",
         group=DEVICES,
     )
     json: bool = declare(
         False, Flag(), "Print the plan (or the graph, with --stop-after) as JSON.", group=PRINTING
     )
-    quiet: bool = declare(False, Flag(), "Print only the folder.", group=PRINTING, short="-q")
+    quiet: bool = declare(
+        False, Flag(), "Print only the path of the output folder.", group=PRINTING, short="-q"
+    )
     verbose: bool = declare(
         False, Flag(), "Show the traceback of an error.", group=PRINTING, short="-v"
     )

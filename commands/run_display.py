@@ -108,11 +108,11 @@ class _LineReporter(Reporter):
         own = "".join(f"  {escape(name)} {value:.4g}" for name, value in record.metrics.items())
         self._print(
             f"eval at step {record.step}  loss {write_loss(record.loss)}{accuracy}{own}  "
-            f"{record.samples:,} of {record.length:,} samples"
+            f"on {record.samples:,} of {record.length:,} samples"
         )
 
     def on_timelines(self, costs: str, simulated: Timeline, measured: Timeline) -> None:
-        self._drawn = [(f"simulated, {costs}", simulated), ("measured", measured)]
+        self._drawn = [(f"predicted from {costs}", simulated), ("measured", measured)]
 
     def on_end(self, summary: Summary) -> None:
         for line in _ending(summary):
@@ -202,28 +202,30 @@ def _measures(record: StepRecord, width: int) -> str:
 def _ending(summary: Summary) -> list[str]:
     evaluation = f" · eval {write_loss(summary.eval_loss)}" if summary.eval_loss is not None else ""
     accuracy = (
-        f" ({write_accuracy(summary.accuracy)} right)" if summary.accuracy is not None else ""
+        f" (accuracy {write_accuracy(summary.accuracy)})" if summary.accuracy is not None else ""
     )
     lines = [
         f"[green]✓[/] {summary.steps} steps in {write_duration(summary.seconds)} · loss "
         f"{write_loss(summary.first_loss)} → {write_loss(summary.last_loss)}{evaluation}{accuracy}",
-        f"  measured   {write_ms(summary.step_ms)} a step, ranks idle {write_share(summary.idle)}",
+        f"  measured   {write_ms(summary.step_ms)} per step, {write_share(summary.idle)} idle",
         f"  idle       {_parts(summary.idle_parts)}",
-        f"  throughput {write_rate(summary.rate, summary.unit)}, the first step left out as a "
-        f"warm-up · {summary.epoch:.3g} epochs",
+        f"  throughput {write_rate(summary.rate, summary.unit)} (excluding step 1) · "
+        f"{summary.epoch:.3g} epochs",
         f"  output     {escape(summary.output)}",
     ]
     if late := summary.staleness:
-        delays = f"{late.delay_mean:.3g} steps in the mean, {late.delay_max} at most; the ledger "
-        delays += "equals the closed form"
+        delays = (
+            f"mean {late.delay_mean:.2g}, max {counted(late.delay_max, 'step')} (as expected for "
+            "this schedule)"
+        )
         if late.unexpected:
-            delays = f"{late.unexpected} of {late.passages} passages differ from the closed form"
+            delays = f"{late.unexpected} of {late.passages} delays differ from the expected ones"
         lines.insert(2, f"  staleness  {delays}")
     if summary.simulated_step_ms is not None and summary.simulated_idle is not None:
         lines.insert(
             2,
-            f"  simulated  {write_ms(summary.simulated_step_ms)} a step with the optimizer as "
-            f"measured, ranks idle {write_share(summary.simulated_idle)}",
+            f"  predicted  {write_ms(summary.simulated_step_ms)} per step with the measured "
+            f"optimizer time, {write_share(summary.simulated_idle)} idle",
         )
     if summary.trace:
         lines.append(f"  trace      {escape(summary.trace)}, for ui.perfetto.dev")

@@ -26,8 +26,8 @@ def view_command(
 ) -> int:
     """Follow a run in a browser, or compare several, also after their end.
 
-    Prints the address of a page on this machine's loopback and serves it until Ctrl-C. The page
-    only reads the runs' folders.
+    Prints the address of a page on the loopback interface of this machine and serves it until
+    Ctrl-C. The page only reads the folders of the runs.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def view_command(
     token = make_token()
     listening = open_socket(port or 0)
     print_text(address_of(listening, token))
-    make_console().print("[dim]Ctrl-C ends the page, and no run.[/]")
+    make_console().print("[dim]Press Ctrl-C to stop serving; runs continue.[/]")
     try:
         Viewer(folders, listening, token).serve()
     except KeyboardInterrupt:

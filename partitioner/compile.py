@@ -209,7 +209,7 @@ def load(spec: str, options: PartitionOptions, on_phase: OnPhase | None) -> Mode
     )
     if on_phase:
         number = sum(parameter.numel() for parameter in source.model.parameters())
-        detail = f"{spec} · {write_large_count(number)} parameters · weights {source.weights}"
+        detail = f"{spec} · {write_large_count(number)} parameters · weights: {source.weights}"
         on_phase("load", detail, time.perf_counter() - start, "capture")
     return source
 
@@ -330,7 +330,7 @@ def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planne
     findings = explain_plan(chosen.graph, solution, planner.link, resolve)
     plan = replace(plan, findings=(*findings, *explain_micro_batches(plan)))
     if options.explain:
-        detail = f"{len(plan.findings)} findings, each evaluated or solved"
+        detail = f"{len(plan.findings)} findings"
         job.end_phase("explain", detail, "generate")
     return Planned(plan, chosen, folder, captured.graph_hash)
 
@@ -343,7 +343,7 @@ def _facts(job: Compilation, stages: int) -> PlanFacts:
         name=source.name,
         **job.model_facts,
         command=job.command or command_of(source.spec, options, options.stages or stages),
-        criterion=options.loss or source.criterion,
+        criterion=str(options.loss) if options.loss else source.criterion,
         weights=ON_META if job.is_on_meta else stored,
     )
 
@@ -441,7 +441,7 @@ def graph_hash(captured: Capture) -> str:
 def describe_capture(captured: Capture) -> str:
     nodes = sum(1 for node in captured.graph.nodes if node.op.startswith("call"))
     where = sizes_text(captured.sizes, " at ")
-    return f"{nodes} operations{where}, {'sizes stay symbolic' if where else 'all sizes fixed'}"
+    return f"{nodes} operations{where}, {'sizes are symbolic' if where else 'all sizes fixed'}"
 
 
 def _lines(files: Mapping[str, str]) -> int:

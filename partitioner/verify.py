@@ -81,11 +81,11 @@ class Verified:
     def summary(self) -> str:
         where = sizes_text(self.sizes, " at ")
         if self.sizes and self.sizes == self.captured:
-            where += ", the captured sizes: the original took none of the others tried"
+            where += " as captured (the original accepts no other size that was tried)"
         if not self.gradients:
-            return f"shapes of all outputs equal the original's{where} (no weights to run with)"
+            return f"shapes of all outputs match the original model{where} (no weights to run)"
         return (
-            f"loss, outputs and all {self.gradients} gradients equal the original's{where} "
+            f"loss, outputs and all {self.gradients} gradients match the original model{where} "
             f"(largest difference {self.largest_difference:.0e}{_LESS_NOISE[self.noise]})"
             f"{'; ' if self.refused else ''}{self.refused}"
         )

@@ -32,10 +32,10 @@ def write_ms(time_ms: float) -> str:
 def write_change(before_ms: float, after_ms: float) -> str:
     """
     >>> write_change(10.0, 12.5), write_change(10.0, 9.0), write_change(10.0, 10.0)
-    ('10.00 ms to 12.50 ms', '10.00 ms to 9.00 ms', '10.00 ms as before')
+    ('10.00 ms → 12.50 ms', '10.00 ms → 9.00 ms', '10.00 ms (unchanged)')
     """
     before, after = write_ms(before_ms), write_ms(after_ms)
-    return f"{before} to {after}" if before != after else f"{before} as before"
+    return f"{before} → {after}" if before != after else f"{before} (unchanged)"
 
 
 def write_share(share: float) -> str:
@@ -88,7 +88,7 @@ def write_bytes(count: float) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} bytes"
+    return f"{count:,.0f} bytes"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

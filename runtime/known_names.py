@@ -86,6 +86,11 @@ _SIZES = (
 )
 _RECOMPUTE = "Use --recompute all to recompute the activations of every stage."
 
+_NO_SHARDING = (
+    "asyncpipe does not shard tensors, parameters or optimizer states; it has pipeline stages and "
+    "--replicas."
+)
+
 TRAIN = KnownNames(
     same=_by_name(
         {
@@ -165,6 +170,13 @@ TRAIN = KnownNames(
         "min-lr": "Use --final-lr-ratio: the final learning rate as a share of --lr.",
         "model": "Name the generated folder: asyncpipe-train generated_models/gpt2_4p. "
         "asyncpipe-partition --model makes it.",
+        **dict.fromkeys(
+            ("fsdp", "zero", "zero-stage", "deepspeed", "tp", "cp", "ep"), _NO_SHARDING
+        ),
+        **dict.fromkeys(("tensor-parallel-size", "tensor-model-parallel-size"), _NO_SHARDING),
+        "predict": "Use the command asyncpipe-train predict RUN.",
+        "export": "Use the command asyncpipe-train export RUN DIR, or --export-hf DIR.",
+        "report": "Use the command asyncpipe-train report RUN.",
         "nnodes": "Start the ranks with torchrun or srun; --print-sbatch --nodes writes a job.",
         "nproc": "Use --ranks: the processes that share the stages.",
         "nproc-per-node": "Use --ranks: the processes that share the stages.",

@@ -92,6 +92,51 @@ class _FromSource(SourceFileLoader):
         return code
 
 
+_TORCH_LOSSES = {
+    "cross_entropy": "cross_entropy", "CrossEntropyLoss": "cross_entropy",
+    "mse_loss": "mse", "MSELoss": "mse",
+}  # fmt: skip
+
+
+def criterion_name(loss: Any, error: type[AsyncPipeError]) -> Any:
+    """The text that names a loss function given as an object: one of torch's that has a name here,
+    or a function of a file or module. Other values are returned as they are. Raises `error` for a
+    function that ranks, which are other processes, cannot import."""
+    if not callable(loss):
+        return loss
+    name = getattr(loss, "__qualname__", type(loss).__name__)
+    module = str(loss.__module__)
+    if module.startswith("torch.nn.") and name in _TORCH_LOSSES and _is_default(loss):
+        return _TORCH_LOSSES[name]
+    file = getattr(getattr(loss, "__code__", None), "co_filename", "")
+    if name.isidentifier() and is_own_file(file):
+        path = Path(file).resolve()
+        here = Path.cwd()
+        return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{name}"
+    if name.isidentifier() and file and is_installed(module.partition(".")[0]):
+        return f"{module}:{name}"
+    raise error(
+        f"loss is {loss!r:.80}, which other processes cannot import.",
+        'Write it as a function in a file: loss="my_file.py:function"',
+    )
+
+
+def _is_default(loss: Any) -> bool:
+    """True for a function, and for a module as its class makes it."""
+    if isinstance(loss, type) or not hasattr(loss, "named_buffers"):
+        return True
+    plain = type(loss)()
+    return (
+        not list(loss.buffers())
+        and str(loss) == str(plain)
+        and all(
+            getattr(loss, key) == value
+            for key, value in vars(plain).items()
+            if isinstance(value, str | int | float)
+        )
+    )
+
+
 def hashed_name(prefix: str, path: Path) -> str:
     """A module name for a file that no other file has."""
     return f"{prefix}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""Autocast's own cache: a weight is cast once a step, a boundary not once for all readers."""
+"""Autocast's own cache: a weight is cast once per step, a boundary not once for all readers."""
 
 from __future__ import annotations
 

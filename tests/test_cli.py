@@ -61,7 +61,7 @@ def test_partition_reports_each_phase_and_says_what_to_do_next(tmp_path: Path) -
     result = run(tmp_path, "partition", *MLP, "--stages", "2", scripts=SCRIPTS)
     phases = re.findall(r"^✓ (\w+)", result.stdout, re.MULTILINE)
     assert phases == ["load", "capture", "profile", "plan", "generate", "verify", "write"]
-    assert "weights as build made them, seed 0" in result.stdout
+    assert "weights: from build() (seed 0)" in result.stdout
     assert "an even split of the blocks takes" in result.stdout
     assert "asyncpipe-train generated_models/residual_mlp_2p" in result.stdout
     files = {path.name for path in (tmp_path / "generated_models/residual_mlp_2p").iterdir()}
@@ -211,7 +211,7 @@ def test_train_runs_its_own_ranks_and_the_loss_falls(made: Path) -> None:
         if "loss" in record and "step" in record
     ]
     assert losses[-1] < losses[0]
-    assert "simulated" in result.stdout
+    assert "\n  predicted  " in result.stdout
 
 
 def test_a_config_file_is_read_and_flags_win(made: Path, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_the_teaching_example_in_two_stages_has_the_losses_of_one_process(tmp_pa
         result = run(tmp_path, "train", *options, "--schedule", schedule)
         assert result.returncode == 0, result.stderr
         assert "64 samples per step = 8 micro-batches × 8 samples × 1 replica" in result.stdout
-        assert "sgd, lr 0.1, linear decay to 30%" in result.stdout
+        assert "SGD(lr=0.1) · linear decay to 30%" in result.stdout
         assert "eval at step 10" in result.stdout
     single, piped, filled = (
         step_losses(tmp_path / f"runs/mlp_2p/{number}") for number in (1, 2, 3)
@@ -292,7 +292,7 @@ def test_stop_after_prints_the_graph_or_the_plan_and_writes_nothing(tmp_path: Pa
     first = json.loads(costs.stdout)["operations"][0]
     assert (first["name"], first["forward_ms"] > 0) == ("embedded", True)
     plan = run(tmp_path, "partition", *MLP, "--stages", "3", "--stop-after", "plan")
-    assert "slowest stage" in plan.stdout and "next" not in plan.stdout
+    assert "bottleneck stage" in plan.stdout and "next" not in plan.stdout
     assert not list(tmp_path.iterdir())
 
 
@@ -325,7 +325,7 @@ def test_a_cost_graph_alone_is_planned(tmp_path: Path) -> None:
     arguments = ["--graph", "toy.json", "--stages", "2"]
     table = run(tmp_path, "partition", *arguments)
     assert table.returncode == 0, table.stderr
-    assert "slowest rank 7.00 ms" in table.stdout and "proved optimal" in table.stdout
+    assert "bottleneck rank 7.00 ms" in table.stdout and "proven optimal" in table.stdout
     compared = run(tmp_path, "partition", *arguments, "--method", "all", "--json")
     plan = json.loads(compared.stdout)
     assert plan["method"] == "mpipe" and plan["ranks_of_stage"] == [[0], [1], [0]]
@@ -399,7 +399,7 @@ def test_report_makes_a_page_again_and_compares_runs(made: Path, tmp_path: Path)
     both = run(tmp_path, "train", "report", "slow", "fast")
     assert both.returncode == 0, both.stderr
     rows = [line.split("  ")[0] for line in both.stdout.splitlines()]
-    assert {"loss after 4 steps", "ranks idle", "lr"} <= set(rows)
+    assert {"loss after 4 steps", "idle", "lr"} <= set(rows)
     assert (tmp_path / "comparison.html").is_file()
     told = json.loads(run(tmp_path, "train", "report", "slow", "fast", "--json").stdout)
     assert told["differences"]["lr"] == ["0.001", "0.01"]

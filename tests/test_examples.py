@@ -25,7 +25,7 @@ RESIDUAL_MLP = f"--model {EXAMPLES / 'residual_mlp.py'}:build --stages 2 --profi
 
 
 def printed(folder: Path, *words: str | Path) -> str:
-    """What a command prints; it must end well."""
+    """The output of a command, which must succeed."""
     done = subprocess.run(
         [str(word) for word in words],
         cwd=folder,

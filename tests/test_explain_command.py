@@ -69,7 +69,7 @@ def test_a_cost_graph_is_explained_too(tmp_path):
     write_graph(graph, tmp_path / "toy.json")
     command = ("partition", "--graph", "toy.json", "--stages", "2")
     printed = run(tmp_path, *command, "--explain").stdout
-    assert "one more device (3)\n    slowest stage 6.00 ms to 4.00 ms, 1.50 times" in printed
+    assert "one more device (3)\n    bottleneck stage 6.00 ms → 4.00 ms, 1.50×" in printed
     assert "Why each cut" not in run(tmp_path, *command).stdout
     found = json.loads(run(tmp_path, *command, "--explain", "--json").stdout)["findings"]
     assert found and all(one["text"] in printed for one in found)

@@ -29,7 +29,7 @@ def plain(text: str) -> str:
 
 
 def shown(*, terminal: bool, width: int = 80, log_every: int = 10, first: int = 1) -> str:
-    """What the reporter of a run of 40 steps prints, from the step `first` on."""
+    """The output of the reporter for a run of 40 steps, from the step `first`."""
     console = Console(file=StringIO(), force_terminal=terminal, width=width, highlight=False)
     look = run_display._BarReporter if terminal else run_display._LineReporter
     reporter = look(console, draws=False)

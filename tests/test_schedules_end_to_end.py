@@ -88,7 +88,7 @@ def test_several_stages_a_rank_train_as_one_process_does(
     if options["schedule"] == "auto":
         notes = events_of(tmp_path / "ranks", "note")
         assert len(notes) == 1 and notes[0][0] == "schedule"
-        assert "computed from what steps 2 to 7 took" in notes[0][1]
+        assert "recomputed from the times of steps 2 to 7" in notes[0][1]
 
 
 def test_a_printed_schedule_is_edited_and_run(folder: Path, tmp_path: Path) -> None:

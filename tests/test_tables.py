@@ -111,9 +111,9 @@ def test_the_tables_of_comparisons_fit_80_columns() -> None:
 
 def test_a_plan_prints_its_stages_and_is_short_in_a_session() -> None:
     plan = gpt2()
-    assert repr(plan) == f"<Plan gpt2: 4 stages, slowest stage {plan.bottleneck_ms:.4g} ms>"
+    assert repr(plan) == f"<Plan gpt2: 4 stages, bottleneck stage {plan.bottleneck_ms:.4g} ms>"
     first, heading, *rows = str(plan).splitlines()
-    assert first.startswith("gpt2: 4 stages, slowest stage ")
+    assert first.startswith("gpt2: 4 stages, bottleneck stage ")
     assert heading.startswith("stage  modules (transformer.*)")
     assert [row.split()[0] for row in rows] == ["0", "1", "2", "3"]
 

@@ -96,7 +96,7 @@ def test_neither_inspect_nor_a_dry_run_runs_a_strangers_code(strange: Path, tmp_
         outcome = command(tmp_path, "inspect", str(strange), *options)
         assert outcome.code == 0
         if not options:
-            assert "foreign not made on this machine" in outcome.out
+            assert "untrusted: generated on another machine" in outcome.out
     for options in (("--dry-run",), ("--print-schedule",), ("--print-sbatch",)):
         assert command(tmp_path, "train", *train(strange, *options)).code == 0
     error_of(tmp_path, "train", *train(strange, "--dry-run", "--precision", "bfloat16"))

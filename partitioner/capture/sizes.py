@@ -125,8 +125,8 @@ def refused_by_model(
 
 
 def sizes_text(sizes: Mapping[str, int], before: str = "") -> str:
-    """Sizes in words, such as ` at 3 batch × 17 sequence`; empty if no size is free."""
-    words = " × ".join(f"{size} {name}" for name, size in sizes.items())
+    """Sizes in words, such as ` at batch 3, sequence 17`; empty if no size is free."""
+    words = ", ".join(f"{name} {size}" for name, size in sizes.items())
     return before + words if words else ""
 
 

@@ -286,13 +286,13 @@ def facts_of(plan: Plan) -> list[str]:
     facts = [f"Costs are for one micro-batch ({sizes})" + (f" on {device}." if device else ".")]
     if plan.bottleneck_ms:
         bound = (
-            f"no split has a faster slowest {plan.slowest}"
+            "this is proven optimal"
             if plan.optimal
-            else f"no split can be below {write_ms(plan.lower_bound_ms)}"
+            else f"the lower bound is {write_ms(plan.lower_bound_ms)}"
         )
         facts.append(
-            f"The slowest {plan.slowest} takes {write_ms(plan.bottleneck_ms)}; {bound} "
-            f"(method {plan.method}). An even split of the layers would take "
+            f"The bottleneck {plan.slowest} takes {write_ms(plan.bottleneck_ms)}; {bound} "
+            f"(method {plan.method}). An even split of the blocks would take "
             f"{write_ms(plan.even_split_ms)}."
         )
     if plan.slowest == "rank":

@@ -124,7 +124,7 @@ class Placement:
         no stage is empty
     ranks: the ranks of each stage; None if stage j is on rank j. Several stages may name one rank;
         a stage with several ranks is replicated
-    bound_ms: proved lower bound of the bottleneck of every plan with one stage per rank
+    bound_ms: proven lower bound of the bottleneck of every plan with one stage per rank
     order_optimum_ms: optimal bottleneck among plans that cut the given order; None if not proved
     """
 
@@ -215,7 +215,7 @@ def evaluate(problem: Problem, placement: Placement, in_flight: tuple[int, ...] 
     """The cost of the placement by the formulas of `costs.py` and `rank_model.py`.
 
     Several stages of one rank share its time and memory. Replicas of a stage share its
-    micro-batches and sum their gradients once a step. `in_flight` is the number of micro-batches
+    micro-batches and sum their gradients once per step. `in_flight` is the number of micro-batches
     that each stage holds, for schedules where it depends on the placement.
     """
     ranks = placement.ranks_of_stage

@@ -109,7 +109,7 @@ class RankConfig:
     overlap: transfers of a micro-batch overlap with the computation of another one
     by_load: the score of a stage is its load under synchronous schedules too
     replicas: rank j stands for `replicas[j]` equal ranks that share its micro-batches
-    exchange: the link over which the replicas of rank j sum their gradients once a step
+    exchange: the link over which the replicas of rank j sum their gradients once per step
     rank_of_stage: the rank of each position, if ranks have several stages
     in_flight_at: micro-batches in flight by position, if they depend on the placement
     """

@@ -34,7 +34,7 @@ class ModelSource:
     spec: the SPEC itself
     model: the module, on meta if no parameters were allocated
     example_inputs: arguments of forward for one micro-batch, by name
-    weights: origin of the weights in words, such as "random, seed 0"
+    weights: origin of the weights in words, such as "random (seed 0)"
     files: small files (configuration, tokenizer) that transformers needs to load an export, by name
     criterion: name of the loss, for a model without a loss of its own
     """
@@ -54,6 +54,11 @@ def given_source(
     name: str | None = None,
 ) -> ModelSource:
     """The source of a model that the caller has built."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model is {model!r:.60}, not a torch.nn.Module.",
+            "Build the model first; asyncpipe-partition --model takes names.",
+        )
     inputs = (
         dict(example_inputs)
         if isinstance(example_inputs, Mapping)
@@ -84,7 +89,7 @@ def load_model(
     arguments = dict(model_args or {})
     device = torch.device("meta") if meta else contextlib.nullcontext()
     torch.manual_seed(seed)
-    random = f"random, seed {seed}" if not meta else ON_META
+    random = f"random (seed {seed})" if not meta else ON_META
     if ":" in spec:
         factory = _find_factory(spec)
         with device, user_errors_as(ModelError, f"--model {spec}"):
@@ -99,7 +104,7 @@ def load_model(
         examples = _by_name(model, examples)
         if micro_batch_size:
             examples = _of_batch(examples, micro_batch_size)
-        origin = random if meta else f"as {spec.rpartition(':')[2]} made them, seed {seed}"
+        origin = random if meta else f"from {spec.rpartition(':')[2]}() (seed {seed})"
         return ModelSource(_name_of(spec), spec, model, examples, origin)
     if spec in BUILTIN:
         with device, user_errors_as(ModelError, f"--model {spec}"):

@@ -1,1 +1,1 @@
-"""A cost graph and a cluster -> a plan: stages, their devices, and a proved bound."""
+"""A cost graph and a cluster -> a plan: stages, their devices, and a proven bound."""

@@ -285,8 +285,8 @@ def _order(choice: DeviceChoice) -> str:
     named = [_named(choice.cluster, device) for device in choice.layout.devices]
     order = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in _runs(named))
     return (
-        f"the devices are in the order {order}: as listed the slowest stage would take "
-        f"{write_ms(listed_ms)} ({write_share(listed_ms / best_ms - 1)} more)"
+        f"the devices are in the order {order}: in the listed order the bottleneck stage would "
+        f"take {write_ms(listed_ms)} ({write_share(listed_ms / best_ms - 1)} more)"
     )
 
 
@@ -361,15 +361,16 @@ def shape_sentence(choice: DeviceChoice, stages: int | None) -> str:
     if stages is None:
         shape = min(others, key=lambda other: others[other].objective_ms)
         return (
-            f"{_in_words(chosen)} chosen of {len(others) + 1} ways to use the devices; the next is "
-            f"{_in_words(shape)} with {write_ms(others[shape].objective_ms)} a micro-batch"
+            f"{_in_words(chosen)} chosen from {len(others) + 1} ways to use the devices; the next "
+            f"best is {_in_words(shape)} with {write_ms(others[shape].objective_ms)} per "
+            "micro-batch"
         )
     shape = min(others, key=lambda other: others[other].objective_ms)
     other_ms = others[shape].objective_ms
     if other_ms < best_ms * (1 - _AS_FAST):
         return (
-            f"{_in_words(shape)} would be {write_share(1 - other_ms / best_ms)} faster by the same "
-            f"costs: {write_ms(other_ms)} a micro-batch"
+            f"according to the same cost model, {_in_words(shape)} would be "
+            f"{write_share(1 - other_ms / best_ms)} faster: {write_ms(other_ms)} per micro-batch"
         )
     fewer = [
         shape
@@ -380,7 +381,7 @@ def shape_sentence(choice: DeviceChoice, stages: int | None) -> str:
         return ""
     shape = min(fewer, key=lambda shape: (sum(shape), len(shape)))
     return (
-        f"{_in_words(shape)} would be as fast: {write_ms(others[shape].objective_ms)} a "
+        f"{_in_words(shape)} would be as fast: {write_ms(others[shape].objective_ms)} per "
         f"micro-batch on {sum(shape)} instead of {sum(chosen)} devices"
     )
 
@@ -402,6 +403,6 @@ def _candidate(choice: DeviceChoice, result: LayoutResult) -> Candidate:
         crossing_bytes=solution.crossing_bytes,
         gap=solution.gap,
         seconds=0.0,
-        note=f"{write_share(abs(more))} {'more' if more > 0 else 'less'} time a micro-batch, on "
+        note=f"{write_share(abs(more))} {'more' if more > 0 else 'less'} time per micro-batch, on "
         f"{number} device{'s' * (number > 1)}",
     )

@@ -115,13 +115,13 @@ def _candidate(solution: Solution) -> Candidate:
     optimum_ms = solution.placement.order_optimum_ms
     if solution.setting.is_asynchronous and optimum_ms:
         given_up = solution.bottleneck_ms / optimum_ms - 1
-        notes += [f"{write_share(given_up)} given up for tidy cuts"] * (given_up > _WORTH_SAYING)
+        notes += [f"{write_share(given_up)} slower for tidier cuts"] * (given_up > _WORTH_SAYING)
     if len({of_stage[0] for of_stage in ranks}) < len(ranks):
-        waits = "" if _runs_as_priced(solution) else ", without what they wait"
-        notes.append("several stages a rank" + waits)
+        waits = "" if _runs_as_priced(solution) else ", waiting time not included"
+        notes.append("several stages per rank" + waits)
     if solution.placement.is_replicated:
         replicas = ", ".join(str(len(of_stage)) for of_stage in ranks)
-        notes.append(f"ranks of each stage: {replicas}")
+        notes.append(f"ranks per stage: {replicas}")
     return Candidate(
         name=solution.method,
         stages=len(ranks),

@@ -23,6 +23,7 @@ from ...runtime.formatting import (
     write_change,
     write_gap,
     write_ms,
+    write_ratio,
     write_share,
 )
 from ...runtime.plan.findings import Finding
@@ -67,10 +68,11 @@ def explain_micro_batches(plan: Plan) -> list[Finding]:
         for number in (count, count + 1, 2 * count):
             step = forecast_one_step(plan, schedule, number)
             parts.append(
-                f"{number} take {write_ms(step.step_ms)} a step ({write_ms(step.step_ms / number)} "
-                f"each), idle {write_share(step.idle_share)}"
+                f"{number}: {write_ms(step.step_ms)} per step ({write_ms(step.step_ms / number)} "
+                f"each), {write_share(step.idle_share)} idle"
             )
-        findings.append(Finding("change", f"micro-batches of {schedule}", "; ".join(parts) + "."))
+        about = f"number of micro-batches with {schedule}"
+        findings.append(Finding("change", about, "; ".join(parts) + "."))
     return findings
 
 
@@ -94,7 +96,7 @@ def _others(graph: nx.DiGraph, solution: Solution, link: Link) -> Iterator[_Othe
         for factor in (2, 10):
             links = setting.links and tuple(_faster(link, factor) for link in setting.links)
             yield (
-                f"links {factor} times as fast",
+                f"{factor}× faster links",
                 _with_faster_edges(graph, factor),
                 stages,
                 _faster(link, factor),
@@ -158,17 +160,17 @@ def _change(
     try:
         other = resolve(graph, stages=stages, link=link, setting=setting)
     except PlanError as error:
-        return Finding("change", about, f"there is no such plan: {error.what}")
+        return Finding("change", about, f"not possible: {error.what}")
     peaks = [max(plan.evaluation.rank_bytes) for plan in (solution, other)]
-    memory = " to ".join(dict.fromkeys(write_bytes(peak) for peak in peaks))
+    memory = " → ".join(dict.fromkeys(write_bytes(peak) for peak in peaks))
     speed = solution.objective_ms / other.objective_ms if other.objective_ms else 1.0
     step = (
         "" if setting.is_asynchronous else f"step {write_change(solution.step_ms, other.step_ms)}, "
     )
     text = (
-        f"slowest stage {write_change(solution.bottleneck_ms, other.bottleneck_ms)}, {step}"
-        f"{speed:.2f} times the throughput; fullest rank "
-        f"{memory}{'' if ' to ' in memory else ' as before'}."
+        f"bottleneck stage {write_change(solution.bottleneck_ms, other.bottleneck_ms)}, {step}"
+        f"{write_ratio(speed)} throughput; largest peak memory "
+        f"{memory}{'' if ' → ' in memory else ' (unchanged)'}."
     )
     return Finding("change", about, text, round(other.bottleneck_ms, 6))
 
@@ -222,7 +224,7 @@ def _slowest(solution: Solution) -> Finding:
     numbers = " and ".join(map(str, stages))
     name = f"stage {numbers}" if len(stages) == 1 else f"rank {rank} with stages {numbers}"
     beside = [
-        *(["a second forward included"] if any(load.recomputes for load in loads) else []),
+        *(["including recomputation"] if any(load.recomputes for load in loads) else []),
         *([f"shared by {replicas} replicas"] if replicas > 1 else []),
     ]
     how = f" ({', '.join(beside)})" if beside else ""
@@ -230,14 +232,14 @@ def _slowest(solution: Solution) -> Finding:
         talk = f"{write_ms(sum(load.talk_ms for load in loads))} of transfers at the same time"
     else:
         talk = f"{write_ms(_waiting_ms(solution, stages))} of transfers"
-        talk += " and sums of gradients" if replicas > 1 else ""
+        talk += " and gradient all-reduce" if replicas > 1 else ""
     update_ms = _update_ms(solution, stages)
-    update = f", {write_ms(update_ms)} of the optimizer" if update_ms else ""
+    update = f", {write_ms(update_ms)} of optimizer" if update_ms else ""
     return Finding(
         "bound",
-        "the slowest stage",
-        f"{name} takes {write_ms(load_ms)} a micro-batch: "
-        f"{write_ms(_work_ms(solution, stages))} of computing{how}{update} and {talk}. "
+        "the bottleneck stage",
+        f"{name} takes {write_ms(load_ms)} per micro-batch: "
+        f"{write_ms(_work_ms(solution, stages))} of compute{how}{update} and {talk}. "
         f"Its largest parts are {named}.",
     )
 
@@ -278,21 +280,21 @@ def _tightest_bound(solution: Solution) -> Finding:
     largest_ms, bound_ms = float(least_ms[largest]), solution.lower_bound_ms
     name = problem.costs.labels[largest]
     parts = (
-        f"an equal share of the work is {write_ms(share_ms)}, the largest operation, {name}, takes "
-        f"{write_ms(largest_ms)}; no plan of {counted(problem.stages, 'stage')} can be below "
-        f"{write_ms(bound_ms)}"
+        f"no plan with {counted(problem.stages, 'stage')} can be faster than {write_ms(bound_ms)}; "
+        f"an equal share of the work is {write_ms(share_ms)}, and the largest operation, {name}, "
+        f"takes {write_ms(largest_ms)}"
     )
     if problem.stages == 1:
         decides = "one stage does all the work"
     elif bound_ms <= share_ms * _TIGHT:
-        decides = "the equal share decides: only more devices or less work would lower it"
+        decides = "limited by the equal share: only more devices or less work would lower it"
     elif bound_ms <= largest_ms * _TIGHT:
-        decides = f"{name} decides: it is never cut, so more devices alone would not lower it"
+        decides = f"limited by {name}: one operation is never split, so more devices do not help"
     else:
         above_ms = bound_ms - max(share_ms, largest_ms)
         nearest = f"{name} alone" if largest_ms > share_ms else "the equal share"
         decides = (
-            f"operations that must stay together and transfers decide, {write_ms(above_ms)} above "
+            f"limited by grouping constraints and communication: {write_ms(above_ms)} above "
             f"{nearest}"
         )
     return Finding("bound", "the lower bound", f"{parts}; {decides}.", round(bound_ms, 6))
@@ -304,19 +306,19 @@ def _above_equal_share(solution: Solution) -> Finding:
     waiting_ms = _waiting_ms(solution, stages)
     above_ms = max(0.0, solution.bottleneck_ms - share_ms)
     status = (
-        "the plan is proved the best there is under these costs"
+        "the plan is proven optimal for these costs"
         if solution.optimal
-        else f"the plan is {write_gap(solution.gap)} above the best there is"
+        else f"the plan is {write_gap(solution.gap)} above the optimum"
     )
     step = (
         ""
         if solution.setting.is_asynchronous
-        else f" A {solution.setting.schedule} step takes {write_ms(solution.step_ms)}, and that of "
-        f"no plan can be below {write_ms(solution.step_bound_ms)}."
+        else f" A {solution.setting.schedule} step takes {write_ms(solution.step_ms)}; no plan can "
+        f"have a step below {write_ms(solution.step_bound_ms)}."
     )
     return Finding(
         "bound",
         "the proof",
-        f"{status}: its slowest stage is {write_ms(above_ms)} above the equal share, "
-        f"with {write_ms(waiting_ms)} of transfers.{step}",
+        f"{status}: its bottleneck stage is {write_ms(above_ms)} above the equal share, "
+        f"including {write_ms(waiting_ms)} of transfers.{step}",
     )

@@ -63,9 +63,9 @@ class _Crossing:
         if not self.count:
             return "nothing crosses"
         return (
-            f"{counted(self.count, 'value')} cross{'es' if self.count == 1 else ''}, "
-            f"{write_bytes(self.forward_bytes)} forward and {write_bytes(self.backward_bytes)} "
-            f"back, {write_ms(self.time_ms)}"
+            f"{counted(self.count, 'tensor')} cross{'es' if self.count == 1 else ''}: "
+            f"{write_bytes(self.forward_bytes)} forward, {write_bytes(self.backward_bytes)} "
+            f"backward, {write_ms(self.time_ms)}"
         )
 
 
@@ -105,12 +105,12 @@ def moves(
             continue
         group = nearest(working)
         moved = _with_all(follow, {group}, inside)
-        yield f"one operation {way}, {costs.labels[group]} to stage {target}", moved, target
+        yield f"one operation {way} (moves {costs.labels[group]} to stage {target})", moved, target
         block = costs.blocks[group]
         of_block = {other for other in inside if costs.blocks[other] == block}
         whole = _with_all(follow, of_block, inside) if block else moved
         if whole != moved:
-            yield f"one block {way}, {block} to stage {target}", whole, target
+            yield f"one block {way} (moves {block} to stage {target})", whole, target
 
 
 def _neighbours(costs: Costs) -> tuple[list[set[int]], list[set[int]]]:
@@ -155,11 +155,12 @@ def _moved(solution: Solution, stage: int, about: str, words: str, moved: Placem
     before, after = (_crossing(problem, plan, stage) for plan in (solution.placement, moved))
     if after.num_bytes != before.num_bytes:
         beside.append(
-            f"{write_bytes(after.num_bytes)} both ways instead of {write_bytes(before.num_bytes)}"
+            f"sends {write_bytes(after.num_bytes)} both ways instead of "
+            f"{write_bytes(before.num_bytes)}"
         )
     torn = _torn(problem.costs, moved, stage) - _torn(problem.costs, solution.placement, stage)
     if torn:
-        beside.append(f"it would tear {' and '.join(sorted(torn))}")
+        beside.append(f"splits {' and '.join(sorted(torn))}")
     text = f"{words}: {loads}; {', '.join(beside)}."
     return Finding("cut", about, text, round(then.evaluation.bottleneck_ms, 6))
 
@@ -175,16 +176,16 @@ def _torn(costs: Costs, placement: Placement, stage: int) -> set[str]:
 def _verdict(solution: Solution, then: Step) -> str:
     """The change of the plan's objective: the slowest stage, or the step."""
     if solution.evaluation.fits and not then.evaluation.fits:
-        return "it would not fit into memory"
+        return "does not fit into memory"
     if solution.setting.is_asynchronous:
-        name, before_ms = "the slowest stage", solution.bottleneck_ms
+        name, before_ms = "the bottleneck stage", solution.bottleneck_ms
         after_ms = then.evaluation.bottleneck_ms
     else:
         name, before_ms = f"the {solution.setting.schedule} step", solution.step_ms
         after_ms = then.step_ms
     grown_ms = after_ms - before_ms
     if abs(grown_ms) < 0.005:
-        return f"{name} stays as it is"
+        return f"{name} takes as long"
     return (
         f"{name} takes {write_ms(abs(grown_ms))} {'more' if grown_ms > 0 else 'less'} "
         f"({write_share(abs(grown_ms) / before_ms)})"

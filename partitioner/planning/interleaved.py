@@ -169,7 +169,7 @@ def rank_bound_ms(problem: Problem) -> float:
 
 
 def on_ranks(placement: Placement, rank_of_stage: Sequence[int]) -> Placement:
-    """The placement with these ranks, without proved bounds."""
+    """The placement with these ranks, without proven bounds."""
     return Placement(placement.stage_of, tuple((rank,) for rank in rank_of_stage))
 
 

@@ -6,7 +6,7 @@ both.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -47,7 +47,7 @@ class PartitionKeywords(PlanConfig, OutlineKeywords, total=False):
     """The options of `PartitionOptions` that `partition` reads."""
 
     model_args: Mapping[str, Any] | None
-    loss: str | None
+    loss: str | Callable[..., Any] | None
     stages: int | None
     method: str
     granularity: str

@@ -35,6 +35,7 @@ from ...runtime.optimizers.facts import PLANNED as PLANNED_OPTIMIZERS
 from ...runtime.options import option, options_of
 from ...runtime.schedule.asynchronous import KEEPS
 from ...runtime.schedule.builders import AUTO, SCHEDULES
+from ...runtime.user_code import criterion_name
 from .keywords import PlanConfig
 
 if TYPE_CHECKING:
@@ -138,10 +139,10 @@ class PartitionOptions:
         "1 or none for all inputs. [default: dimension 1 of two-dimensional integer inputs]",
         is_words=True,
     )
-    loss: str | None = _builds(
+    loss: str | Callable[..., Any] | None = _builds(
         None,
         Text("cross_entropy, mse or FILE.py:FUNCTION", "cross_entropy"),
-        "The loss, if the model returns none: cross_entropy, mse or path/file.py:function.",
+        "Loss function, if the model returns no loss: cross_entropy, mse or path/file.py:function.",
     )
     seed: int = _loads(0, Whole(0, 2**53, 0), "Seed of the random weights. [default: 0]")
     meta: bool = _loads(
@@ -164,7 +165,7 @@ class PartitionOptions:
     leaves: Collection[str] = _captures(
         (),
         ListOf(Text("the name of a class", "GPT2Attention")),
-        "Class name of modules to keep as one operation (leaf modules).",
+        "Module class to treat as a single opaque operation (leaf module). May be repeated.",
         flag="leaf",
     )
     stages: int | None = _plans(
@@ -188,18 +189,19 @@ class PartitionOptions:
     prefer_modules: float = _plans(
         PREFER_MODULES,
         Number(0, 1, 0.02),
-        "Share of the slowest stage's time that may be given up to cut between blocks. With "
-        "--graph the default is 0.",
+        "Fraction of the bottleneck time that the planner may give up to cut between modules. "
+        "With --graph the default is 0.",
     )
     cut_at: Sequence[str] = _plans(
         (),
         ListOf(Text("a module, an operation or FILE:LINE", "transformer.h.6")),
-        "Cut right before this module (transformer.h.6), operation or file:line.",
+        "Force a stage boundary right before this module (transformer.h.6), operation or "
+        "file:line. May be repeated.",
     )
     keep_together: Sequence[str] = option(
         (),
         ListOf(Text("a module or the name of a class", "transformer.h.6")),
-        "Path or class of modules whose operations stay in one stage.",
+        "Path or class of modules to keep in one stage. May be repeated.",
         group=PLAN,
         read_by=PARTITIONED,
     )
@@ -227,19 +229,20 @@ class PartitionOptions:
             "stash",
             lambda text: all(name in KEEPS for name in text.split("+")),
         ),
-        "Staleness methods of an asynchronous run, joined by +; the memory of their weight copies "
-        "is planned for.",
+        "Staleness methods whose weight copies are included in the memory estimate, joined by +, "
+        "such as stash+msnag.",
     )
     optimizer: str = _plans(
         "adamw",
         Choice(tuple(PLANNED_OPTIMIZERS)),
-        "Optimizer whose state memory and step time are planned for (momentum: sgd with momentum).",
+        "Optimizer whose state and step time are included in the plan (momentum: sgd with "
+        "momentum).",
     )
     recompute: str = _plans(
         "auto",
         Choice(("auto", "all", "none")),
-        "Which stages recompute their forward instead of storing activations: auto (those that "
-        "do not fit otherwise), all or none.",
+        "Activation recomputation: auto (only in stages that would not fit otherwise), all or "
+        "none.",
     )
     memory_limit: int | str | None = _plans(
         None,
@@ -255,7 +258,7 @@ class PartitionOptions:
     devices: Cluster | str | Path | None = option(
         None,
         path("devices.toml"),
-        "TOML file with the devices, hosts and links to plan for.",
+        "TOML file that describes the devices, hosts and links to plan for.",
         group=DEVICES,
         read_by=PLANNED,
     )
@@ -275,7 +278,7 @@ class PartitionOptions:
     dtype: str = _profiles(
         "float32",
         Choice(("float32", "bfloat16")),
-        "Computation dtype of the profile: float32, or bfloat16 under torch.autocast.",
+        "Precision used for profiling: float32, or bfloat16 under torch.autocast.",
     )
     threads: int | None = _profiles(
         None,
@@ -385,6 +388,8 @@ def options_for(call: str, given: Mapping[str, Any]) -> PartitionOptions:
 
     Raises TypeError for a name that is not an option of the call, PlanError for an illegal value.
     """
+    if "loss" in given:
+        given = {**given, "loss": criterion_name(given["loss"], PlanError)}
     check_options(given)
     known = [name for name, option in OPTIONS.items() if call in option.read_by]
     for name in given:

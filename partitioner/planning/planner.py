@@ -72,7 +72,7 @@ class Way:
     @property
     def name(self) -> str:
         stages = "1 stage" if self.stages_per_rank == 1 else f"{self.stages_per_rank} stages"
-        return f"{self.schedule} with {stages} a rank"
+        return f"{self.schedule} with {stages} per rank"
 
 
 def choose_stages(graph: nx.DiGraph, options: Mapping[str, Any]) -> int:
@@ -148,7 +148,7 @@ def _candidate(way: Way, chosen: Way) -> Candidate:
         peak_bytes=max(solution.evaluation.rank_bytes),
         crossing_bytes=solution.crossing_bytes,
         gap=solution.gap,
-        note=f"{write_share(abs(more))} {'more' if more > 0 else 'less'} time a step",
+        note=f"{write_share(abs(more))} {'more' if more > 0 else 'less'} time per step",
     )
 
 
@@ -295,9 +295,9 @@ class GraphPlan:
     stages: the stages in order
     stage_of: the stage of each node of the graph
     ranks_of_stage: the ranks of each stage, several if it is replicated
-    bottleneck_ms, lower_bound_ms: the slowest rank for one micro-batch, and its proved bound
-    step_ms, step_bound_ms: an optimizer step under the schedule, and its proved bound
-    gap: the share by which the objective is above its proved bound (0.02 is 2%)
+    bottleneck_ms, lower_bound_ms: the slowest rank for one micro-batch, and its proven bound
+    step_ms, step_bound_ms: an optimizer step under the schedule, and its proven bound
+    gap: the share by which the objective is above its proven bound (0.02 is 2%)
     optimal: the objective reaches its bound
     method: the planning method
     seconds: the duration of the search

@@ -1,4 +1,4 @@
-"""A cost graph and a setting -> the stage of every group, with a proved bound."""
+"""A cost graph and a setting -> the stage of every group, with a proven bound."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .step_time import Step
 
 @dataclass(frozen=True)
 class Solution:
-    """The placement of the groups of `problem`, the cost of each stage, and the proved bounds.
+    """The placement of the groups of `problem`, the cost of each stage, and the proven bounds.
 
     lower_bound_ms: bound of the bottleneck of every legal placement under the cost model, whatever
         the method
@@ -105,14 +105,14 @@ class Solution:
 
     @property
     def summary(self) -> str:
-        """The objective and its proved bound, in one clause."""
-        proved = "proved optimal" if self.optimal else f"{write_gap(self.gap)} above the optimum"
+        """The objective and its proven bound, in one clause."""
+        proven = "proven optimal" if self.optimal else f"{write_gap(self.gap)} above the optimum"
         several = self.placement.ranks is not None and not self.placement.is_replicated
-        slowest = f"slowest {'rank' if several else 'stage'} {write_ms(self.bottleneck_ms)}"
+        slowest = f"bottleneck {'rank' if several else 'stage'} {write_ms(self.bottleneck_ms)}"
         if self.setting.is_asynchronous:
-            return f"{self.method} · {slowest}, {proved}"
+            return f"{self.method} · {slowest} ({proven})"
         step = f"{self.setting.schedule} step {write_ms(self.step_ms)}"
-        return f"{self.method} · {step}, {proved}, {slowest}"
+        return f"{self.method} · {step} ({proven}) · {slowest}"
 
     @property
     def objective_ms(self) -> float:
@@ -254,11 +254,11 @@ def _folded(problem: Problem, demanding: Problem, stages: int, method: str) -> _
     if METHODS[method] not in SUPPORTS_RANKS:
         raise PlanError(
             f"--method {method} assigns stages to ranks itself and cannot use --ranks.",
-            "--method auto plans several stages a rank for the schedule.",
+            "--method auto plans several stages per rank for the schedule.",
         )
     if problem.setting.is_asynchronous:
         raise PlanError(
-            f"{problem.setting.schedule} has one stage a rank, and {stages} stages on "
+            f"{problem.setting.schedule} has one stage per rank, and {stages} stages on "
             f"{problem.stages} ranks are more.",
             "--schedule interleaved, or --method mpipe --stages "
             f"{problem.stages}, which gives ranks several stages where that balances better",
@@ -330,8 +330,8 @@ def _price_of_demands(optimum_ms: float | None, free_ms: float | None) -> list[s
     if not optimum_ms or not free_ms or optimum_ms <= free_ms * 1.0005:
         return []
     return [
-        f"the demanded cuts cost {write_share(optimum_ms / free_ms - 1)}: without them the slowest "
-        f"stage could take {write_ms(free_ms)}"
+        f"the requested cuts cost {write_share(optimum_ms / free_ms - 1)}: without them the "
+        f"bottleneck stage would take {write_ms(free_ms)}"
     ]
 
 
@@ -369,13 +369,13 @@ def explain_shortly(
     work_ms = costs.work_ms[heaviest] / len(placement.ranks_of_stage[stages[0]])
     share = work_ms / slowest_ms if slowest_ms else 0.0
     sentences = [
-        f"{who} is the slowest with {write_ms(slowest_ms)} a micro-batch; its largest part is "
+        f"{who} is the bottleneck with {write_ms(slowest_ms)} per micro-batch; its largest part is "
         f"{costs.labels[heaviest]} with {write_ms(work_ms)} ({write_share(share)})",
     ]
     optimum_ms = placement.order_optimum_ms
     if optimum_ms and slowest_ms > optimum_ms * 1.0005:
         sentences.append(
-            f"{write_share(slowest_ms / optimum_ms - 1)} are given up so that the cuts tear "
-            f"fewer modules or carry fewer bytes (best cut anywhere: {write_ms(optimum_ms)})"
+            f"the cuts are {write_share(slowest_ms / optimum_ms - 1)} slower than the fastest ones "
+            f"({write_ms(optimum_ms)}), to split fewer modules or send fewer bytes"
         )
     return tuple(sentences)

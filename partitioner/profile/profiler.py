@@ -123,9 +123,9 @@ class Profile:
         threads = f", {self.threads} thread{'s' * (self.threads != 1)}" if self.threads else ""
         threads += f", {self.dtype}" * (self.dtype != "float32")
         return (
-            f"{len(self.nodes)} operators, {self.distinct} distinct, {self.kind} on "
+            f"{len(self.nodes)} operations ({self.distinct} distinct), {self.kind} on "
             f"{self.device}{threads} · forward {write_ms(self.forward_ms)}, backward "
-            f"{write_ms(self.backward_ms)} a micro-batch"
+            f"{write_ms(self.backward_ms)} per micro-batch"
         )
 
 

@@ -97,7 +97,8 @@ def device_spec(name: str | Path) -> DeviceSpec:
         return _read(Path(text))
     if text in known_devices():
         return _read(_FOLDER / f"{text}.toml")
-    near = [known for known in known_devices() if known.startswith(text.lower())]
+    near = ["cuda"] * (text.lower() == "gpu")
+    near += [known for known in known_devices() if known.startswith(text.lower())]
     near += difflib.get_close_matches(text.lower(), known_devices(), n=1)
     meant = f"Did you mean {near[0]}? " if near else ""
     raise PlanError(

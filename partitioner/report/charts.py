@@ -43,7 +43,7 @@ class Bars:
 
 
 def cost_bars(plan: Plan) -> Bars:
-    """Forward, backward and transfers of every stage, the even split below, the proved bound; the
+    """Forward, backward and transfers of every stage, the even split below, the proven bound; the
     replicas of a stage share its time."""
     shares = [max(1, len(stage.ranks)) for stage in plan.stages]
     times = [
@@ -87,7 +87,7 @@ def cost_bars(plan: Plan) -> Bars:
         rows=tuple(rows),
         comparison=tuple(comparison),
         line=100 * plan.lower_bound_ms / scale,
-        line_title=f"proved: no plan has a slowest stage below {write_ms(plan.lower_bound_ms)}",
+        line_title=f"lower bound: no plan has a bottleneck below {write_ms(plan.lower_bound_ms)}",
     )
 
 

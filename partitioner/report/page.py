@@ -67,7 +67,7 @@ def _slowest(plan: Plan) -> Card:
             for rank, stages in plan.stages_of_rank.items()
         }
     slowest = max(loads_ms, key=loads_ms.__getitem__)
-    heading = f"Slowest: {plan.slowest} {slowest}"
+    heading = f"Bottleneck: {plan.slowest} {slowest}"
     return Card(heading, write_ms(plan.bottleneck_ms), bound)
 
 
@@ -102,8 +102,8 @@ def _bytes(plan: Plan) -> Card:
     return Card(
         "Largest boundary, per micro-batch",
         write_bytes(most.sent),
-        f"stage {most.source} to {most.target}; all together {write_bytes(total)}, "
-        "and gradients back",
+        f"stage {most.source} to {most.target}; all boundaries {write_bytes(total)}, "
+        "plus gradients",
     )
 
 
@@ -276,7 +276,7 @@ def render_report(plan: Plan, code: Mapping[str, str]) -> str:
 
 def _status(plan: Plan) -> str:
     if plan.optimal:
-        return "✓ proved optimal"
+        return "✓ proven optimal"
     return f"{write_gap(plan.gap)} above the optimum"
 
 
@@ -384,11 +384,11 @@ def candidate_table(candidates: Sequence[Candidate], *, timed: bool) -> Table:
     """
     columns = (
         Column("stages", leave_out=2),
-        Column("slowest rank"),
+        Column("bottleneck rank"),
         Column("step"),
         Column("peak memory", leave_out=1),
         Column("sent per micro-batch", leave_out=3),
-        Column("above the bound"),
+        Column("gap to bound"),
         *((Column("planned in", leave_out=4),) if timed else ()),
     )
     return Table(

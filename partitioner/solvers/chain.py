@@ -19,7 +19,7 @@ With replicas (`place_pipedream`):
     A[b][m] = min over a < b, r <= m of max(A[a][m - r], load(a, b) / r + exchange(a, b, r))
 
 is the smallest time of the first b groups on the first m ranks, where the last stage holds groups a
-to b - 1 on r ranks. These share its micro-batches, sum their gradients once a step, and each
+to b - 1 on r ranks. These share its micro-batches, sum their gradients once per step, and each
 compute the whole optimizer step. This is the same recurrence of PipeDream over a flat row of ranks,
 with the load of `partitioner/graph/rank_model.py` in place of its own: the load includes the
 transfers of skip connections and of both directions, and the memory of a stage depends on the

@@ -3,9 +3,9 @@
 1. The best cut of the given order (`chain.py`) is a plan, so the optimum is at most its score T.
 2. Reductions keep a plan within T that is as good (`reductions.py`).
 3. The search over downsets (`downset_search.py`) runs with a limit that rises from the simple bound
-to T: a limit without a plan is a proved bound, and the first limit with a plan gives the optimum.
+to T: a limit without a plan is a proven bound, and the first limit with a plan gives the optimum.
 4. If there are too many downsets, a mixed-integer program with a time limit (`milp.py`) gives a
-plan, which moves of single groups improve, and a proved bound.
+plan, which moves of single groups improve, and a proven bound.
 
 The bound holds for every plan in which no edge goes backwards. Among plans within `prefer_modules`
 of the optimum, the method returns the tidiest cut of one order, as `chain.py` does.

@@ -1,4 +1,4 @@
-"""A problem -> a plan and a proved bound by a mixed-integer program, for graphs with too many
+"""A problem -> a plan and a proven bound by a mixed-integer program, for graphs with too many
 downsets.
 
 Prefix variables give the latest stage of a group: y[v, s] = 1 if v is on stage s or before.

@@ -152,7 +152,7 @@ HF_FILES = "hf"
 
 
 def has_configuration(folder: Path) -> bool:
-    """Whether a generated folder holds a Hugging Face configuration."""
+    """True if a generated folder has a Hugging Face configuration."""
     return (folder / HF_FILES / "config.json").is_file()
 
 

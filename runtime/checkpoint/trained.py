@@ -61,7 +61,7 @@ class Exported:
 
 
 def find_trained(source: Path, folder: Path | None = None) -> TrainedWeights:
-    """The weights of a run (of its end, or of its newest checkpoint if it has not ended), a
+    """The weights of a run (of its end, or of its newest checkpoint if it is in progress), a
     checkpoint, a pipeline that `Pipeline.save` wrote, or a generated folder.
 
     folder: the generated folder, where it is not the one that the run names.

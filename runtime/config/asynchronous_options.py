@@ -228,7 +228,7 @@ def describe_delays(schedule: Schedule, config: RunConfig | None = None) -> str:
 
     >>> from asyncpipe.runtime.schedule.asynchronous import async_1f1b
     >>> describe_delays(async_1f1b(4, 12, step_every=2))
-    'stage 0: 1.5 steps (2 at most), stage 1: 1 step, stage 2: 0.5 steps (1 at most), stage 3: none'
+    'stage 0: 1.5 steps (max 2), stage 1: 1 step, stage 2: 0.5 steps (max 1), stage 3: none'
     >>> describe_delays(async_1f1b(4, 4, step_every=1, warmup=(1, 1, 1, 0)))
     'stages 0-2: 1 step, stage 3: none'
     """
@@ -237,7 +237,7 @@ def describe_delays(schedule: Schedule, config: RunConfig | None = None) -> str:
     for stage in range(schedule.stages):
         mean, most = delays.mean(stage), delays.most(stage)
         delay = f"{float(mean):.3g} step{'' if mean == 1 else 's'}" if most else "none"
-        delay += f" ({most} at most)" if most != mean else ""
+        delay += f" (max {most})" if most != mean else ""
         first = runs.pop()[1] if runs and runs[-1][0] == delay else stage
         runs.append((delay, first, stage))
     return ", ".join(

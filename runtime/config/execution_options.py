@@ -231,7 +231,7 @@ class ExecutionOptions:
         changes_losses=False,
     )
     dtype: str = _computes(
-        "float32", Choice(("float32", "float64")), "Data type of the weights.", compared=True
+        "float32", Choice(("float32", "float64")), "Parameter dtype.", compared=True
     )
     compile: bool = _computes(
         False,

@@ -70,8 +70,8 @@ class LearningOptions:
     staleness: str | None = _asynchronous(
         None,
         Text("names of methods, joined by +", "stash", form(r"[A-Za-z0-9_+-]+")),
-        "Staleness methods of an asynchronous schedule, joined by +: stash, none, .. "
-        "(docs/asynchronous.md lists all), or auto: the recommended ones for the optimizer and "
+        "Staleness mitigation for asynchronous schedules, joined by +: stash, none, .. (see "
+        "docs/asynchronous-methods.md), or auto: the recommended method for the optimizer and "
         "delay. [default: stash]",
         applies_to="asynchronous",
     )
@@ -190,7 +190,7 @@ class LearningOptions:
         Either(Choice(tuple(OPTIMIZERS)), CODE),
         f"Optimizer of every stage: {in_words(OPTIMIZERS)}, or file.py:make, whose "
         "make(named_parameters, lr) returns a torch.optim.Optimizer. [default: adamw; sgd for the "
-        "mlp of the docs]",
+        "built-in mlp]",
         names_code=True,
     )
     lr: float | None = _learns(
@@ -219,8 +219,8 @@ class LearningOptions:
     betas: tuple[float, float] = _learns(
         (0.9, 0.999),
         ListOf(Number(0, 1, 0.9, below=1), count=2),
-        f"Decay rates of the moments for {in_words(that_take('betas'))}; for muon, those of the "
-        "adamw that steps the other parameters.",
+        f"Adam betas for {in_words(that_take('betas'))}; for muon, those of the AdamW for other "
+        "parameters.",
         applies_to="some optimizers",
         compared=True,
         of_method=True,
@@ -228,8 +228,8 @@ class LearningOptions:
     eps: float = _learns(
         1e-8,
         Number(0, 1, 1e-8),
-        f"Number added to the denominator of the step for {in_words(that_take('eps'))}; for muon, "
-        "that of the adamw that steps the other parameters.",
+        f"Adam epsilon for {in_words(that_take('eps'))}; for muon, that of the AdamW for other "
+        "parameters.",
         applies_to="some optimizers",
         compared=True,
         of_method=True,
@@ -265,7 +265,7 @@ class LearningOptions:
         Choice(("linear", "cosine", "wsd", "none")),
         "Learning rate decay after the warm-up: linear, cosine, wsd (constant, then linear over "
         "the last fifth of the steps) or none. [default: cosine for text, none for other data; "
-        "linear for the mlp of the docs]",
+        "linear for the built-in mlp]",
         compared=True,
     )
     lr_schedule: str | None = _learns(
@@ -280,7 +280,7 @@ class LearningOptions:
         None,
         Number(0, 1000, 0.1),
         "Final learning rate as a share of --lr. [default: 0.1 for text, 0 for other data; 0.3 for "
-        "the mlp of the docs]",
+        "the built-in mlp]",
         compared=True,
         of_method=True,
     )
@@ -293,7 +293,7 @@ class LearningOptions:
     clip: float | None = _learns(
         None,
         Number(0, 1e30, 1.0),
-        "Largest gradient norm over all stages; 0 turns clipping off. [default: 1 for text, 0 for "
+        "Maximum gradient norm over all stages; 0 disables clipping. [default: 1 for text, 0 for "
         "other data]",
         compared=True,
         of_method=True,

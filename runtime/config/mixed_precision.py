@@ -98,13 +98,13 @@ def describe_memory(options: Settings, plan: Plan) -> str:
     if not needed:
         return ""
     if not _is_other_precision(options, plan) or options.precision == "full":
-        text = f"{write_bytes(needed)} over all stages, as planned"
+        text = f"{write_bytes(needed)} predicted (sum over all stages)"
         is_known = (options.optimizer or "adamw") in OPTIMIZERS
-        return text if is_known else f"{text}; the state of {options.optimizer} is not known"
+        return text if is_known else f"{text}, without the state of {options.optimizer}"
     activations = sum(stage.memory.activations for stage in plan.stages)
     return (
-        f"{write_bytes(needed)} over all stages, as planned in float32, of it activations "
-        f"{write_bytes(activations)}, which take about half under {options.precision}"
+        f"{write_bytes(needed)} predicted for float32 (sum over all stages), including "
+        f"{write_bytes(activations)} of activations, about half of that under {options.precision}"
     )
 
 

@@ -13,6 +13,7 @@ from ..data.datasets import default_data
 from ..data.task import Task, find_task
 from ..data.tokens import is_plain_text
 from ..errors import PlanError
+from ..formatting import counted
 from ..limits import typed
 from ..optimizers.facts import OPTIMIZERS, facts_of, that_take
 from ..optimizers.loss_scale import INITIAL
@@ -139,10 +140,12 @@ def batch_identity(config: RunConfig, task: Task) -> str:
     """
     batch = StepBatch.of(config)
     count, size, replicas = batch.in_replica, batch.sizes[0], in_words(batch.replicas)
-    product = f"{count} micro-batches × {size} {task.unit} × {replicas}"
+    counts = counted(count, "micro-batch", "micro-batches")
+    product = f"{counts} × {counted(size, task.unit[:-1])} × {replicas}"
     if not batch.is_even and batch.replicas == 1:
         product = (
-            f"({count - 1} micro-batches × {size} + {batch.sizes[-1]}) {task.unit} × {replicas}"
+            f"({counted(count - 1, 'micro-batch', 'micro-batches')} × {size} + "
+            f"{batch.sizes[-1]}) {task.unit} × {replicas}"
         )
     elif not batch.is_even:
         product += f" - {size - batch.sizes[-1]} in the last micro-batch of the last"

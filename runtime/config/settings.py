@@ -67,8 +67,8 @@ class Settings(ExecutionOptions, LearningOptions):
 
     def _check_schedule(self) -> None:
         legal = (*SCHEDULES, AUTO, DDP)
-        if spelled(self.schedule) in legal:
-            object.__setattr__(self, "schedule", spelled(self.schedule))
+        if (name := spelled(self.schedule).lower()) in legal:
+            object.__setattr__(self, "schedule", name)
         if self.schedule_file:
             if not Path(self.schedule_file).is_file():
                 raise SettingsError(

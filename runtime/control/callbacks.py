@@ -33,7 +33,7 @@ HOOKS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a callback asks of the run.
+    """Requests of a callback to the run.
 
     stop: make no further step; the run ends as after its last one.
     save: write a checkpoint.
@@ -119,7 +119,7 @@ class Callbacks(Reporter):
 
 
 def agreed(world: World, own: Callbacks | None) -> Request:
-    """What the callbacks on rank 0 have asked for, on every rank. Collective."""
+    """The requests of the callbacks on rank 0, on every rank. Collective."""
     text = json.dumps(asdict(own.take())) if own is not None else ""
     return Request(**json.loads(world.text_of_first(text)))
 

@@ -1,4 +1,4 @@
-"""A batch as a loop has it -> micro-batches by input name.
+"""A batch of a training loop -> micro-batches by input name.
 
 A batch is what the model is called with: a mapping of arguments, a tuple in the order of forward's
 arguments, or one tensor; with a loss outside the model the target comes last, or under `target`. It

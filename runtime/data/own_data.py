@@ -178,5 +178,5 @@ def _is_dataset(value: Any) -> bool:
 
 
 def _batches(loader: DataLoader[Any]) -> bool:
-    """Whether a loader joins samples to batches."""
+    """True if a loader collates samples into batches."""
     return loader.batch_sampler is not None

@@ -194,7 +194,7 @@ class StreamReader:
         raise DataError(f"the stream of {self._stream.source} has no samples.")
 
     def _open(self, epoch: int, state: Any = None) -> None:
-        """Begins a pass, or goes on in one at a state."""
+        """Begins a pass, or resumes one from a state."""
         # A stream may start every later pass at a place that it was once given.
         self._source = self._stream.fresh() if self._has_gone else self._stream.opened()
         self._has_gone = self._has_gone or state is not None

@@ -56,7 +56,7 @@ class Executor:
     """One rank of a pipeline: its stages, their weight versions, and its end of the transport.
 
     - `stages`: this rank's modules by stage
-    - `rank_of_stage`: the rank of each stage, by default one stage a rank
+    - `rank_of_stage`: the rank of each stage, by default one stage per rank
     - `replicas`: as for Schedule; the observer sums gradients of replicas, and with them those of
       parameters that stages share
     - `staleness`: names in `staleness.METHODS`, joined by +; `attach` gives them the optimizers
@@ -66,7 +66,7 @@ class Executor:
     - `dtypes`: the dtypes of boundary tensors
     - `seed`: the seed of random draws in forwards and in the criterion
     - `ema`: the decay of the average of the weights that is evaluated
-    - `batch_norm_per_step`: update running statistics once a step instead of once a micro-batch
+    - `batch_norm_per_step`: update running statistics once per step instead of once per micro-batch
 
     Raises PlanError if stages and plan do not fit.
     """

@@ -72,7 +72,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What was written.
+    """The written predictions.
 
     output: the file.
     weights: the folder of the weights.

@@ -305,7 +305,8 @@ def simulated_step(
     """The origin of the costs and the timeline of one simulated step; a plan without costs uses
     those that the run measured."""
     if forecast is not None:
-        costs, timeline = "the plan's costs, the optimizer as measured", forecast.timeline
+        costs = "the plan's costs and the measured optimizer time"
+        timeline = forecast.timeline
     else:
         schedule = _enough_steps(plan, config, schedule)
         costs = "measured costs"

@@ -68,6 +68,11 @@ class OptimizerFacts:
         return tuple(dict.fromkeys((*self.takes, *others)))
 
     @property
+    def title(self) -> str:
+        """The name of its class; "" for the user's own."""
+        return self.code.rpartition(":")[2]
+
+    @property
     def has_direction(self) -> bool:
         """True if its state has the direction of its last step in the axes of the weights."""
         return self.velocity or self.adam_moments

@@ -14,7 +14,7 @@ class Candidate:
     bottleneck_ms, step_ms: its slowest stage for one micro-batch, and its step
     peak_bytes: the peak memory of its fullest rank
     crossing_bytes: bytes sent between ranks for one micro-batch, in both directions
-    gap: the share by which its objective is above the proved lower bound
+    gap: the share by which its objective is above the proven lower bound
     seconds: the duration of the search for it; not written to plan.json
     note: why it was not chosen
     """
@@ -32,8 +32,8 @@ class Candidate:
 
 TOPICS = {
     "cut": "Why each cut is where it is",
-    "bound": "What bounds the plan",
-    "change": "What would change it",
+    "bound": "What limits the plan",
+    "change": "What would change the plan",
 }
 """The topics of an explanation, with their headings."""
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..formatting import write_ms, write_share
+from ..formatting import counted, write_ms, write_share
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..schedule.builders import AUTO, SYNCHRONOUS, VIRTUAL, fit_auto, make_schedule
 from ..schedule.interleaved import REPLICATED, replicated
@@ -224,7 +224,7 @@ def forecast_one_step(plan: Plan, schedule: str, micro_batches: int) -> OneStep:
 
 def compared_schedules(plan: Plan) -> tuple[str, ...]:
     """The schedules that a plan's report compares: its own first, then others that it can run
-    under; with several stages a rank, those that put them on the same ranks."""
+    under; with several stages per rank, those that put them on the same ranks."""
     planned = plan.setting.schedule
     others = [name for name in VIRTUAL if planned_ranks(plan, name)]
     is_folded = len(set(plan.device_of_stage)) < len(plan.stages)
@@ -253,35 +253,36 @@ def _as_one_rank(stage: StageSpec) -> StageSpec:
 def describe_forecast(plan: Plan, micro_batches: tuple[int, ...] = (8, 32)) -> str:
     """One sentence: the step time of the plan's schedule (1f1b if that is asynchronous) for several
     numbers of micro-batches, and the asynchronous idle share."""
-    parts = []
+    steps = []
     planned = plan.setting.schedule
     name = "1f1b" if planned in ASYNCHRONOUS else planned
     ranks = planned_ranks(plan, name)
     for number in micro_batches:
         step = forecast_step(plan, name, number)
-        parts.append(
-            f"{number} micro-batches {write_ms(step.step_ms)}, {write_share(step.idle_share)} idle"
+        steps.append(
+            f"{write_ms(step.step_ms)} with {number} micro-batches "
+            f"({write_share(step.idle_share)} idle)"
         )
     if ranks and ranks < len(plan.stages):
-        return f"one {name} step on {ranks} ranks: " + " · ".join(parts)
+        return f"predicted {name} step on {ranks} ranks: " + ", ".join(steps)
     ahead = len(plan.stages) - 1
-    on = "on a device a stage"
+    on = "with one device per stage"
     if any(has_stage_replicas(plan, name, number) for number in micro_batches):
         on = f"on {sum(map(len, plan.stage_replicas))} ranks"
     steady = forecast_step(plan, "async-1f1b", micro_batches[0], steps=8)
-    parts.append(
-        f"async {write_share(steady.idle_share)} idle, weights at most "
-        f"{-(-ahead // micro_batches[0])} step old"
+    return (
+        f"predicted {name} step {on}: {', '.join(steps)}; async-1f1b: "
+        f"{write_share(steady.idle_share)} idle, weights at most "
+        f"{counted(-(-ahead // micro_batches[0]), 'step')} stale"
     )
-    return f"one {name} step {on}: " + " · ".join(parts)
 
 
 def few_micro_batches_warning(name: str, *, ranks: int, micro_batches: int) -> str | None:
-    """The effect of 4 micro-batches a rank, if equal ranks with one stage each would otherwise be
+    """The effect of 4 micro-batches per rank, if equal ranks with one stage each would otherwise be
     idle for more than a third of each step; None otherwise.
 
-    >>> print(few_micro_batches_warning("1f1b", ranks=4, micro_batches=2))
-    2 micro-batches keep 4 ranks idle 60% of the time (1f1b). 16 would be 16%. --micro-batches 16
+    >>> few_micro_batches_warning("1f1b", ranks=4, micro_batches=2).split(". ")[0]
+    'with 2 micro-batches, 1f1b leaves 4 ranks idle 60% of the time'
     """
     if name not in SYNCHRONOUS or micro_batches >= 4 * ranks:
         return None
@@ -293,9 +294,9 @@ def few_micro_batches_warning(name: str, *, ranks: int, micro_batches: int) -> s
     if now <= _MUCH_IDLE or then > _MUCH_IDLE:
         return None
     return (
-        f"{micro_batches} micro-batch{'es keep' if micro_batches > 1 else ' keeps'} "
-        f"{ranks} ranks idle {100 * now:.0f}% of the time ({name}). "
-        f"{4 * ranks} would be {100 * then:.0f}%. --micro-batches {4 * ranks}"
+        f"with {counted(micro_batches, 'micro-batch', 'micro-batches')}, {name} leaves {ranks} "
+        f"ranks idle {write_share(now)} of the time. Use --micro-batches {4 * ranks} to reduce "
+        f"this to {write_share(then)}."
     )
 
 

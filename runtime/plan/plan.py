@@ -135,7 +135,7 @@ class PlanSetting:
     transfer_ms: (source, target, milliseconds) of transfers that overlap with computation
     latency_ms: the part of every transfer's time that is independent of its bytes
     step_ms: the time of a step of `micro_batches` under the schedule
-    step_bound_ms: a proved lower bound of `step_ms` for all plans
+    step_bound_ms: a proven lower bound of `step_ms` for all plans
     """
 
     schedule: str = "async-1f1b"
@@ -168,7 +168,7 @@ class StagePart:
 
 
 READ_FROM = "read from "  # the start of `Plan.weights` for weights that were trained before
-ON_META = "none, made with --meta"
+ON_META = "none (--meta)"
 NOT_STORED = "not stored"
 NO_WEIGHTS: Mapping[str, str] = MappingProxyType({ON_META: "--meta", NOT_STORED: "--no-weights"})
 """`Plan.weights` of a plan without weights -> the option that it was made with."""
@@ -197,9 +197,9 @@ class StageSpec:
     in_flight: the most micro-batches between their forward and backward
     load_ms: its whole time, with transfers and, if asynchronous, its share of the optimizer
     forward_talk_ms, backward_talk_ms: additional time of the rank for transfers
-    exchange_ms: the time of exchanging gradients of shared parameters, once a step
+    exchange_ms: the time of exchanging gradients of shared parameters, once per step
     weight_ms: the part of `backward_ms` that makes weight gradients, which a schedule may delay
-    update_ms: the time of the optimizer, once a step, if the load counts it
+    update_ms: the time of the optimizer, once per step, if the load counts it
     recompute: the backward runs the forward again
     ranks: several if the stage is replicated; several stages may have the same rank
     parts: its parts in the order of forward; their times add up to those of the stage
@@ -281,7 +281,7 @@ class Plan:
     shared: the parameters with several names or on several stages
     method: the planning method
     bottleneck_ms: the slowest stage or rank, for one micro-batch
-    lower_bound_ms: a proved lower bound of `bottleneck_ms` for all plans
+    lower_bound_ms: a proven lower bound of `bottleneck_ms` for all plans
     even_split_ms: the slowest stage of an even split by blocks
     optimal: the objective reaches its lower bound
     setting: the run that the plan is for
@@ -338,7 +338,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """The share by which the objective is above its proved lower bound (0.02 is 2%). The
+        """The share by which the objective is above its proven lower bound (0.02 is 2%). The
         objective is the bottleneck, or the step of a synchronous schedule."""
         if self.setting.schedule in ASYNCHRONOUS:
             return self.bottleneck_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
@@ -382,7 +382,7 @@ class Plan:
 
     def __repr__(self) -> str:
         ms = f"{self.bottleneck_ms:.4g} ms"
-        return f"<Plan {self.name}: {len(self.stages)} stages, slowest {self.slowest} {ms}>"
+        return f"<Plan {self.name}: {len(self.stages)} stages, bottleneck {self.slowest} {ms}>"
 
     def __str__(self) -> str:
         from .stage_table import as_text

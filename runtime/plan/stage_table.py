@@ -104,8 +104,8 @@ def as_html(plan: Plan) -> str:
 
 def _heading(plan: Plan) -> str:
     return (
-        f"{plan.name}: {counted(len(plan.stages), 'stage')}, slowest {plan.slowest} "
-        f"{write_ms(plan.bottleneck_ms)} (bound {write_ms(plan.lower_bound_ms)})"
+        f"{plan.name}: {counted(len(plan.stages), 'stage')}, bottleneck {plan.slowest} "
+        f"{write_ms(plan.bottleneck_ms)} (lower bound {write_ms(plan.lower_bound_ms)})"
     )
 
 

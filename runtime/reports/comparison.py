@@ -121,7 +121,7 @@ def _rows(runs: Sequence[RunRecords], step: float, seconds: float) -> list[tuple
     after = f"after {step:g} steps"
     within = f"{known(seconds, write_duration)} after step 1"
     return [
-        ("ended", [status_of(run) for run in runs]),
+        ("status", [status_of(run) for run in runs]),
         (f"loss {after}", [known(_at(run.losses, "step", step), write_loss) for run in runs]),
         (
             f"evaluation loss {after}",
@@ -141,10 +141,10 @@ def _rows(runs: Sequence[RunRecords], step: float, seconds: float) -> list[tuple
         ),
         ("step time", [known(step_times(run).measured, write_ms) for run in runs]),
         ("step time, predicted", [known(step_times(run).predicted, write_ms) for run in runs]),
-        ("ranks idle", [known(idle_shares(run).measured, write_share) for run in runs]),
-        ("ranks idle, predicted", [known(idle_shares(run).predicted, write_share) for run in runs]),
-        ("peak memory of the fullest rank", [known(_fullest(run), write_bytes) for run in runs]),
-        ("time of all steps", [known(last(run, "elapsed_s"), write_duration) for run in runs]),
+        ("idle", [known(idle_shares(run).measured, write_share) for run in runs]),
+        ("idle, predicted", [known(idle_shares(run).predicted, write_share) for run in runs]),
+        ("largest peak memory", [known(_fullest(run), write_bytes) for run in runs]),
+        ("training time", [known(last(run, "elapsed_s"), write_duration) for run in runs]),
     ]
 
 

@@ -126,8 +126,8 @@ def _idle_bar(row: RankIdle) -> Bar:
 TRACE = "trace.json"
 _FACTS = {
     "ranks": "processes",
-    "simulated": "predicted step",
-    "memory": "planned memory",
+    "predicted": "predicted step",
+    "memory": "predicted memory",
     "versions": "weight versions",
 }
 """Names of facts in the records -> those that the page has."""
@@ -182,7 +182,7 @@ def _step_table(run: RunRecords) -> Table:
         ("predicted", "measured", "ratio"),
         [
             ("step time", *_beside(step_times(run), write_ms)),
-            ("ranks idle", *_beside(idle_shares(run), write_share)),
+            ("idle", *_beside(idle_shares(run), write_share)),
         ],
     )
 
@@ -205,7 +205,7 @@ def _stage_table(run: RunRecords) -> Table:
 
 def _memory_table(run: RunRecords) -> Table:
     return _table(
-        ("planned", "measured above the base", "ratio", "whole process"),
+        ("predicted", "measured (without base)", "ratio", "whole process"),
         [
             (f"rank {row.rank}", *_beside(row.stages, write_bytes), write_bytes(row.process_bytes))
             for row in rank_memory(run)
@@ -229,8 +229,8 @@ def _step_note(run: RunRecords) -> str:
         else ""
     )
     return (
-        "The plan's times are those of a stage that has the machine to itself. A measured step is "
-        f"longer where ranks share processor cores or the memory's bandwidth{shared}."
+        "The plan assumes that each stage has the machine to itself. A measured step takes longer "
+        f"when ranks share CPU cores or memory bandwidth{shared}."
     )
 
 
@@ -242,9 +242,9 @@ def _memory_note(run: RunRecords) -> str:
     ):
         return ""
     return (
-        "The plan counts tensors. Each process also allocates buffers of the transport, threads "
-        "and the allocator's reserve: tens of MiB that do not grow with the model. In stages as "
-        "small as these they are most of the memory."
+        "The prediction counts tensors. Each process also allocates transport buffers, threads and "
+        "the allocator's reserve: tens of MiB that do not grow with the model. For stages as small "
+        "as these they are most of the memory."
     )
 
 
@@ -277,7 +277,7 @@ def environment_rows(run: RunRecords) -> list[tuple[str, str]]:
     gpus = environment.get("gpus")
     rows += [("gpu", str(gpu)) for gpu in (gpus if isinstance(gpus, list) else [])]
     if 0 <= began_s < _YEAR_3000_S:
-        rows.insert(0, ("begun", f"{datetime.fromtimestamp(began_s, UTC):%Y-%m-%d %H:%M:%S} UTC"))
+        rows.insert(0, ("started", f"{datetime.fromtimestamp(began_s, UTC):%Y-%m-%d %H:%M:%S} UTC"))
     return [(name, text) for name, text in rows if text]
 
 
@@ -287,7 +287,7 @@ def _cards(run: RunRecords) -> list[Card]:
     evaluated = last_evaluation(run)
     details = f"from {known(losses[0], write_loss)}"
     if math.isfinite(evaluated):
-        details += f", evaluated {write_loss(evaluated)}"
+        details += f", evaluation loss {write_loss(evaluated)}"
     memory = [row.process_bytes for row in rank_memory(run)]
     return [
         _card("Training loss", losses[-1], write_loss, details),
@@ -298,9 +298,9 @@ def _cards(run: RunRecords) -> list[Card]:
             f"{UNITS.get(rate, rate)}, excluding step 1",
         ),
         _card("Step time", step.measured, write_ms, _predicted(step, write_ms)),
-        _card("Ranks idle", idle.measured, write_share, _predicted(idle, write_share)),
-        _card("Peak memory", max(memory, default=math.nan), write_bytes, "fullest rank, process"),
-        _card("Time", last(run, "elapsed_s"), write_duration, _length(run)),
+        _card("Idle", idle.measured, write_share, _predicted(idle, write_share)),
+        _card("Peak memory", max(memory, default=math.nan), write_bytes, "of the largest process"),
+        _card("Training time", last(run, "elapsed_s"), write_duration, _length(run)),
     ]
 
 

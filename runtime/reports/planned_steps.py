@@ -88,12 +88,12 @@ def _summary(plan: Plan, schedule: str, step: OneStep, count: int) -> str:
     timetable = planned_schedule(plan, schedule, count)
     in_flight = ", ".join(map(str, timetable.in_flight))
     text = (
-        f"{schedule}: {number} in {write_ms(step.step_ms)}, ranks idle "
-        f"{write_share(step.idle_share)}; in flight at most {in_flight}"
+        f"{schedule}: {number} in {write_ms(step.step_ms)}, ranks "
+        f"{write_share(step.idle_share)} idle; in flight at most {in_flight}"
     )
     if schedule in ASYNCHRONOUS:
         stale = -(-(stages - 1) // count)
-        text += f"; weights at most {counted(stale, 'step')} old" if stale else "; weights are new"
+        text += f"; weights at most {counted(stale, 'step')} stale" if stale else "; no staleness"
     if schedule in (*ASYNCHRONOUS, AUTO):
-        text += ". The step is from the middle of a run; pale actions are only partly in it"
+        text += ". The step is from the middle of a run; pale actions extend beyond it"
     return text + "."

@@ -49,7 +49,7 @@ def step_drawings(run: RunRecords) -> tuple[StepDrawing, ...]:
         stages = {event.action.stage for event in timeline.events}
         return StepDrawing(
             heading,
-            f"{write_ms(timeline.makespan_ms)}, ranks idle {idle}{more}.",
+            f"{write_ms(timeline.makespan_ms)}, ranks {idle} idle{more}.",
             draw(
                 Window(timeline, timeline.start_ms, timeline.end_ms),
                 scale,

@@ -75,7 +75,7 @@ SYNCHRONOUS: Mapping[str, Callable[[int, int], Schedule]] = {
     "seq": seq,
     "single": single,
 }
-"""Name -> function of the numbers of stages and micro-batches; one stage a rank, except
+"""Name -> function of the numbers of stages and micro-batches; one stage per rank, except
 `single`."""
 
 VIRTUAL: Mapping[str, Callable[[int, int, int], Schedule]] = {
@@ -84,7 +84,7 @@ VIRTUAL: Mapping[str, Callable[[int, int, int], Schedule]] = {
     "zb-v": zb_v,
 }
 """Name -> function of the numbers of stages, micro-batches and ranks; synchronous, with several
-stages a rank."""
+stages per rank."""
 
 SCHEDULES: tuple[str, ...] = (*SYNCHRONOUS, *VIRTUAL, *ASYNCHRONOUS)
 
@@ -257,7 +257,7 @@ def fit_auto(
 ) -> Fit:
     """The schedule with the shortest steps that was found for these costs, `auto` by name.
 
-    Without `rank_of_stage` stages are distributed to the ranks round-robin; with two stages a rank
+    Without `rank_of_stage` stages are distributed to the ranks round-robin; with two on a rank
     also down the ranks and up again, whichever is better. Raises ScheduleError if the limit is too
     low for a single micro-batch.
 

@@ -1,4 +1,4 @@
-"""Synchronous schedules with several stages a rank, split backwards or replicated stages.
+"""Synchronous schedules with several stages per rank, split backwards or replicated stages.
 
 `fold` puts a schedule with a rank for every stage on fewer ranks.
 """

@@ -276,7 +276,7 @@ def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] 
         )
     if need == "whole windows" and run.step_every <= run.ahead:
         return (
-            f"needs at least {run.ahead + 1} micro-batches a step, one more than the first "
+            f"needs at least {run.ahead + 1} micro-batches per step, one more than the first "
             f"stage runs ahead, but there are {run.step_every}",
             f"--micro-batches {run.ahead + 1}",
         )

@@ -157,7 +157,7 @@ class XPipe(LinearByVelocity):
     """`xpipe`: the micro-batches of a step share one prediction a pass.
 
     Guan et al., "XPipe: efficient pipeline model parallelism for multi-GPU DNN training", 2019:
-    with T micro-batches a step, stage i of p stages, and Adam's direction m' / (sqrt(s') + eps),
+    with T micro-batches per step, stage i of p stages, and Adam's direction m' / (sqrt(s') + eps),
 
         forward   round((p + T - floor(i / 2) - 2) / T) steps ahead of the weights that are live
                   at the forward of the step's first micro-batch

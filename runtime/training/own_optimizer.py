@@ -180,7 +180,7 @@ class StageView:
         return (group["lr"] / (group.get("initial_lr", group["lr"]) or 1.0),) * steps
 
     def clip_factor(self, gradients: Sequence[Tensor], scale: float) -> float:
-        """1: what the user's loop clips is not known before."""
+        """1, because the clipping of the user's loop is not known in advance."""
         return 1.0
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:

@@ -128,7 +128,7 @@ def load_own(folder: Path, rank: Rank) -> dict[str, Any]:
 
 
 def loop_facts(rank: Rank, steps: int, micro_batches: int, extra: Any) -> dict[str, Any]:
-    """What a saved pipeline says about itself besides tensors."""
+    """The facts of a saved pipeline, in addition to its tensors."""
     optimizers = [
         of_stage.optimizer
         for of_stage in rank.optimizers.values()

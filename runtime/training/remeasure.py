@@ -111,9 +111,9 @@ class Remeasuring:
         )
         split = len(fitted.split)
         self._tell(
-            f"computed from what steps {_WHOLE[0]} to {_LAST} took: "
-            f"{write_ms(after.makespan_ms)} a step instead of {write_ms(before.makespan_ms)}; "
-            f"{split or 'none'} of {fitted.stages * fitted.micro_batches} backwards in two parts",
+            f"recomputed from the times of steps {_WHOLE[0]} to {_LAST}: "
+            f"{write_ms(after.makespan_ms)} per step instead of {write_ms(before.makespan_ms)}; "
+            f"{split or 'none'} of {fitted.stages * fitted.micro_batches} backwards split in two",
             fitted,
         )
         return to_text(fitted)

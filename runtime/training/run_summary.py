@@ -29,7 +29,7 @@ from ..distributed.cpu_affinity import Machine
 from ..distributed.ranks import describe_placement, describe_ranks, grid_of, placement_warning
 from ..executor.precision import BoundaryDtypes
 from ..executor.run import needed_inputs
-from ..formatting import write_bytes, write_ms, write_share
+from ..formatting import counted, write_bytes, write_ms, write_share
 from ..monitoring.idle import simulated_step, split_of_run
 from ..monitoring.records import EvalRecord, PredictedStep, Reporter, StartRecord, Summary
 from ..monitoring.trace import Tracing
@@ -109,10 +109,10 @@ def _leaving(boundaries: Iterable[Boundary], rank_of: tuple[int, ...]) -> Iterab
 
 
 _CLIPPED = {
-    "stage": "of each stage",
-    "proportion": "of each stage, in proportion to its weights,",
-    "global": "over all stages",
-    "known": "over all stages, as far as known,",
+    "stage": "per stage",
+    "proportion": "per stage, in proportion to its weights",
+    "global": "global norm",
+    "known": "global norm, latest known",
 }
 
 
@@ -162,8 +162,7 @@ def announce(
     facts = [
         ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
         ("ranks", describe_ranks(grid_of(schedule, config.replicas), transport, machine)),
-        ("algorithm", describe_algorithm(schedule, config)),
-        *describe_schedule(schedule, config),
+        ("schedule", "; ".join(describe_schedule(schedule, config))),
         *describe_staleness(plan, schedule, config),
         ("batch", batch_identity(config, job.task)),
         ("data", data),
@@ -177,10 +176,10 @@ def announce(
         facts.append(("precision", precision))
     if forecast is not None:
         text = (
-            f"{write_ms(forecast.step_ms)} a step without the optimizer, "
-            f"ranks idle {write_share(forecast.idle_share)}"
+            f"{write_ms(forecast.step_ms)} per step without the optimizer, "
+            f"{write_share(forecast.idle_share)} idle"
         )
-        facts.append(("simulated", text))
+        facts.append(("predicted", text))
     if memory := describe_memory(config, plan):
         facts.append(("memory", memory))
     facts.append(("output", str(job.folder)))
@@ -201,8 +200,8 @@ def announce(
 
 def _describe_average(config: RunConfig, plan: Plan) -> str:
     size = sum(stage.memory.gradients for stage in plan.stages)
-    copy = f", {write_bytes(size)} over all stages" if size else ""
-    return f"--ema {config.ema:g} of the weights is evaluated and saved; one more copy{copy}"
+    copy = f" ({write_bytes(size)} over all stages)" if size else ""
+    return f"EMA of the weights (--ema {config.ema:g}) is evaluated and saved; one more copy{copy}"
 
 
 def _warnings(job: Job, schedule: Schedule, machine: Machine) -> Iterator[str]:
@@ -258,8 +257,8 @@ def replicas_warning(plan: Plan, replicas: int) -> str:
         return ""
     stages = ", ".join(f"stage {stage.index} on {len(stage.ranks)} ranks" for stage in replicated)
     return (
-        f"the plan has {stages}, but training runs {in_words(replicas)} of each stage, so a step "
-        "takes longer than planned."
+        f"the plan has {stages}, but this run has {in_words(replicas)} of each stage, so a step "
+        "takes longer than predicted."
     )
 
 
@@ -283,34 +282,34 @@ def describe_data(data: Data, plan: Plan, schedule: Schedule, config: RunConfig)
 def describe_algorithm(schedule: Schedule, config: RunConfig) -> str:
     """The effect of the schedule on the weights, in one sentence."""
     if schedule.synchronous:
-        text = f"{schedule.name}, synchronous: the gradients of the plain model"
+        text = f"{schedule.name} (synchronous; same gradients as single-device training"
         if (replicas := config.pipelines) > 1:
             text += f", averaged over {in_words(replicas)}"
         if schedule.replicas:
             text += f", summed over {describe_stages(schedule.replicas)}"
-        return text
+        return f"{text})"
     delays = delays_of(schedule, config)
     worst = max(range(schedule.stages), key=delays.most)
     late = f"{delays.most(worst)} step{'' if delays.most(worst) == 1 else 's'}"
     names = parse(config.methods)
     if not delays.most(worst):
-        way = "no weights are stale: one micro-batch at a time goes through all stages"
+        way = "no stale weights: one micro-batch at a time passes through all stages"
     elif "2bw" in names:
-        way = "two versions of the weights: every stage computes on those of the step before"
+        way = "two weight versions: every stage computes on the weights of the previous step"
     elif "stash" in names:
         way = (
-            f"weight stashing: stage {worst} computes on weights at most {late} old, forward and "
-            "backward alike"
+            "weight stashing: the backward uses the weights of its forward, at most "
+            f"{late} stale at stage {worst}"
         )
     elif "pipemare" in names:
-        way = f"pipemare: a backward meets an estimate of the weights of up to {late} before"
+        way = f"pipemare: the backward estimates the weights of up to {late} earlier"
     elif any(KEEPS[name].predicted for name in names):
-        way = f"predicted weights: a forward looks up to {late} ahead"
+        way = f"predicted weights: the forward predicts weights up to {late} ahead"
     else:
-        way = f"live weights: a backward meets weights up to {late} newer than its forward"
+        way = f"no stashing: the backward uses weights up to {late} newer than its forward"
     if others := [name for name in names if name not in ("2bw", "stash", "pipemare", "none")]:
         way += f", with {' and '.join(others)}"
-    return f"{schedule.name}, {way}; {_when_drained(config)}"
+    return f"{schedule.name} (asynchronous; {way}); {_when_drained(config)}"
 
 
 def _when_drained(config: RunConfig) -> str:
@@ -319,9 +318,10 @@ def _when_drained(config: RunConfig) -> str:
     borders = "evaluations and checkpoints" if config.save_every else "evaluations"
     text = f"drained at {borders}{often}"
     if first := steps_of_start(config):
-        text += f"; the first {first} steps are synchronous 1f1b"
+        text += f"; synchronous 1f1b for the first {counted(first, 'step')}"
     if config.left_over:
-        text += f"; the last step has {config.left_over} micro-batches, and as much less weight"
+        fewer = counted(config.left_over, "micro-batch", "micro-batches")
+        text += f"; the last step has {fewer} and a proportionally smaller weight"
     return text
 
 
@@ -335,9 +335,10 @@ def describe_staleness(plan: Plan, schedule: Schedule, config: RunConfig) -> lis
     return facts
 
 
-def describe_schedule(schedule: Schedule, config: RunConfig) -> list[tuple[str, str]]:
-    """The origin of a schedule without a name, and each rank's stages if some have several."""
-    parts = []
+def describe_schedule(schedule: Schedule, config: RunConfig) -> list[str]:
+    """The effect of the schedule on the weights, its origin if it has no name, and each rank's
+    stages if some have several."""
+    parts = [describe_algorithm(schedule, config)]
     if config.schedule_file:
         parts.append(f"from {config.schedule_file}")
     if config.schedule == AUTO:
@@ -348,36 +349,38 @@ def describe_schedule(schedule: Schedule, config: RunConfig) -> list[tuple[str, 
             own[rank].append(str(stage))
         of_ranks = (f"{' '.join(stages)} on rank {rank}" for rank, stages in enumerate(own))
         parts.append(f"stages {', '.join(of_ranks)}")
-    return [("schedule", "; ".join(parts))] if parts else []
+    return parts
 
 
 def describe_optimizer(config: RunConfig, delays: Sequence[int] = (0,)) -> str:
     """The optimizer, its parameters, its learning rate over time and the clipping."""
     name = str(config.optimizer)
-    if facts_of(name).hidden_matrices_only:
-        name += " of hidden matrices and adamw of the rest"
-    parts = [f"{name}, lr {config.lr:g}"]
+    facts = facts_of(name)
+    arguments = [f"lr={config.lr:g}"]
     if config.momentum:
-        kind = "Nesterov momentum" if config.nesterov else "momentum"
-        parts.append(f"{kind} {config.momentum:g}")
+        arguments.append(f"momentum={config.momentum:g}")
+        arguments += ["nesterov=True"] * bool(config.nesterov)
+    if config.weight_decay:
+        arguments.append(f"weight_decay={config.weight_decay:g} on matrices")
+    title = facts.title or name
+    parts = [f"{title}({', '.join(arguments)})"]
+    if facts.hidden_matrices_only:
+        parts.append("AdamW for parameters other than hidden matrices")
     if config.refresh_every:
         periods = sorted({*refresh_periods(delays, config.refresh_every)})
         by_stage = f" to {periods[-1]}" if periods[1:] else ""
         parts.append(f"new bases every {periods[0]}{by_stage} steps")
-    if config.weight_decay:
-        parts.append(f"weight decay {config.weight_decay:g} on matrices")
     if config.lr_schedule:
-        parts.append(f"times {config.lr_schedule} of the step")
+        parts.append(f"lr schedule {config.lr_schedule}")
     if config.warmup:
-        parts.append(f"{config.warmup} step{'s' if config.warmup > 1 else ''} of warm-up")
+        parts.append(f"warmup {counted(config.warmup, 'step')}")
     if config.decay not in (None, "none"):
         part = f"{config.decay} decay to {write_share(config.final_lr_ratio)}"
         is_late = config.decay == "wsd"
         parts.append(part + (f" in the last {write_share(WSD_SHARE)} of the steps" * is_late))
     if config.clip:
-        scope = _CLIPPED[config.clip_by or "global"]
-        parts.append(f"gradient norm {scope} at most {config.clip:g}")
-    return ", ".join(parts)
+        parts.append(f"grad clip {config.clip:g} ({_CLIPPED[config.clip_by or 'global']})")
+    return " · ".join(parts)
 
 
 def _readers(ranks: list[str]) -> str:
@@ -400,7 +403,10 @@ def report_end(
         return
     if not watch.records:
         exported = f", {config.export_hf}" if config.export_hf else ""
-        reporter.on_note("weights", f"{folder / 'weights'}{exported} · no steps were left to run")
+        reporter.on_note(
+            "weights",
+            f"{folder / 'weights'}{exported} · 0 steps requested: only evaluated and saved",
+        )
         return
     # Stages take the same time in all replicas; the first replica's ranks come first.
     optimizer_ms = watch.optimizer_ms

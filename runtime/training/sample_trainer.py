@@ -146,7 +146,7 @@ class StageTrainer:
             yield from (first + index for index in range(count) if self._reads(index))
 
     def _reads(self, index: int) -> bool:
-        """Whether a stage of this rank reads data of a micro-batch of the schedule."""
+        """True if a stage of this rank reads data of a micro-batch of the schedule."""
         world, schedule = self._setup.world, self._setup.schedule
         rank = world.grid.rank_of(world.rank)
         return any(schedule.rank_of(stage, index) == rank for stage in self._reading)

@@ -2,7 +2,7 @@
 
 NCCL has no tags: between two ranks, the messages of one communicator are matched in the order in
 which both call it, and a wrong order gives wrong numbers. The protocol lets the two ends disagree
-on the order (several stages a rank, skips, tied weights), so the sender's order is law:
+on the order (several stages per rank, skips, tied weights), so the sender's order is law:
 
     lane     one direction of one kind of traffic between two ranks; a communicator of its own
     header   channel, index and bytes of each message, sent over gloo in the lane's order

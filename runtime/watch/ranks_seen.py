@@ -29,7 +29,7 @@ from ..serialization import Origin, parse_json, read_text, shaped
 Standing = Literal["starting", "running", "stalled", "killed", "ended", "failed", "stopped"]
 
 OVER: frozenset[Standing] = frozenset(("killed", "ended", "failed", "stopped"))
-"""What a run that is over may be."""
+"""The states of a run that is over."""
 
 _LOST_S = 600.0
 """Seconds after which ranks of another machine that write nothing count as killed."""
@@ -130,6 +130,6 @@ def _are_gone(left: RankFolder, ranks: Mapping[int, Sighting], numbers: list[int
 def _killed(run: RunRecords, ranks: int) -> str:
     whose = f"the {counted(ranks, 'process', 'processes')} of its ranks" if ranks else "its ranks"
     return (
-        f"The run was killed after step {run.last_step}: {whose} ended without a record of an end "
-        "or an error. Linux does this when memory runs out; see dmesg | tail."
+        f"The run was killed after step {run.last_step}: {whose} exited without reporting a result "
+        "or an error. Linux kills processes when memory runs out; see dmesg | tail."
     )

@@ -215,7 +215,7 @@ class _Server(ThreadingHTTPServer):
         self.viewer = viewer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that was closed is no error, and nobody reads of others."""
+        """A closed page is not an error; other errors have no reader."""
 
 
 class _Requests(BaseHTTPRequestHandler):

@@ -50,7 +50,7 @@ def test_the_batch_is_found_and_stages_are_the_model(name: str, tmp_path: Path) 
         on_phase=lambda step, detail, *_: told.append(detail) if step == "verify" else None,
     )
     assert [str(spec) for spec in plan.inputs] == FOUND[name]
-    assert "equal the original's" in told[0]
+    assert "match the original model" in told[0]
     pipe = asyncpipe.load(folder)
     for module in (model, *pipe.stages):
         module.eval()

@@ -69,7 +69,7 @@ def test_a_model_that_asks_for_an_end_of_sentence_gets_it(
     ids = torch.randint(3, 67, (4, 20))
     ids[:, -1] = 2
     inputs = {"input_ids": ids, "labels": torch.randint(2, (4,))}
-    assert "at 3 batch × 17 sequence" in cut(model, inputs, tmp_path / "made")
+    assert "at batch 3, sequence 17" in cut(model, inputs, tmp_path / "made")
 
 
 class Sorted(nn.Module):

@@ -168,7 +168,7 @@ def test_all_cuts_demanded_fix_the_plan() -> None:
         expected = np.searchsorted(cuts, np.arange(6), side="right").tolist()
         assert list(solution.stage_of.values()) == expected
     solution = solve(graph, stages=3, cut_before=["n1", "n2"])
-    assert "the demanded cuts cost 33%: without them the slowest stage could take 9.00 ms" in (
+    assert "the requested cuts cost 33%: without them the bottleneck stage would take 9.00 ms" in (
         solution.explanation
     )
 

@@ -136,7 +136,7 @@ def test_of_equal_devices_no_shape_is_better(
 
 
 def test_times_of_a_shape_are_those_of_its_formula() -> None:
-    """(work + talk) / R and a ring of 2 (R - 1) messages of params / R once a step."""
+    """(work + talk) / R and a ring of 2 (R - 1) messages of params / R once per step."""
     graph = layered([3, 6, 9, 6], num_bytes=400.0, params=1_000)
     cluster = cluster_of(*(Device(speed=2.0, host="a"),) * 3, *(Device(speed=1.0, host="b"),) * 2)
     setting = cluster.setting([[0, 1, 2], [3, 4]], micro_batches=8)

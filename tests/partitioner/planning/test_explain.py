@@ -57,6 +57,7 @@ def changes(graph: nx.DiGraph, solution: Solution, link: Link = LINK) -> dict[st
     return {finding.about: finding for finding in found}
 
 
+ABOUT = "number of micro-batches with"
 TOY = blocks((2, 1), (3, 1), (1, 2), (4,), (1, 1))
 
 
@@ -76,7 +77,7 @@ def test_stated_plans_of_more_and_fewer_devices_are_those_that_solve_finds(graph
         (stages - 1, f"one stage fewer ({stages - 1} stage{'s' if stages != 2 else ''})"),
     ):
         if other > len(graph):
-            assert found[about].text.startswith("there is no such plan: ")
+            assert found[about].text.startswith("not possible: ")
         elif other:
             setting = RankConfig((Device(),) * other, overlap=link.overlap)
             best = solve(graph, stages=other, link=link, setting=setting, prefer_modules=0.0)
@@ -90,7 +91,7 @@ def test_stated_plans_of_more_and_fewer_devices_are_those_that_solve_finds(graph
 def test_stated_plans_of_faster_links_are_those_that_solve_finds(factor):
     faster = Link(LINK.latency_ms, LINK.bytes_per_s * factor)
     best = solve(TOY, stages=3, link=faster, prefer_modules=0.0)
-    found = changes(TOY, toy())[f"links {factor} times as fast"]
+    found = changes(TOY, toy())[f"{factor}× faster links"]
     assert found.bottleneck_ms == pytest.approx(best.bottleneck_ms)
     assert best.bottleneck_ms < toy().bottleneck_ms
 
@@ -98,7 +99,7 @@ def test_stated_plans_of_faster_links_are_those_that_solve_finds(factor):
 def test_links_of_a_device_file_become_faster_too():
     links = (Link(0.1, 1e3), Link(0.1, 1e4))
     faster = tuple(Link(link.latency_ms, 2 * link.bytes_per_s) for link in links)
-    found = changes(TOY, toy(links=links))["links 2 times as fast"]
+    found = changes(TOY, toy(links=links))["2× faster links"]
     assert found.bottleneck_ms == pytest.approx(toy(links=faster).bottleneck_ms)
 
 
@@ -108,7 +109,7 @@ def test_known_transfer_times_are_divided_where_links_become_faster():
     graph.add_node("b", forward_ms=4.0)
     graph.add_edge("a", "b", tensors={"x": 8}, grads={}, transfer_ms={"x": 2.0})
     found = changes(graph, solve(graph, stages=2))
-    assert found["links 2 times as fast"].bottleneck_ms == pytest.approx(5.0)
+    assert found["2× faster links"].bottleneck_ms == pytest.approx(5.0)
     assert found["links 10 times as fast"].bottleneck_ms == pytest.approx(4.2)
     assert graph.edges["a", "b"]["transfer_ms"] == {"x": 2.0}
 
@@ -121,7 +122,7 @@ def test_recomputation_is_said_to_save_the_memory_and_cost_the_time_that_it_does
     peaks = [max(one.evaluation.rank_bytes) for one in (solution, again)]
     assert peaks[1] < peaks[0] and again.bottleneck_ms > solution.bottleneck_ms
     assert found.bottleneck_ms == pytest.approx(again.bottleneck_ms)
-    assert f"{write_bytes(peaks[0])} to {write_bytes(peaks[1])}" in found.text
+    assert f"{write_bytes(peaks[0])} → {write_bytes(peaks[1])}" in found.text
     assert "no recomputation" in changes(TOY, again)
 
 
@@ -151,11 +152,12 @@ def test_a_cut_is_explained_by_both_neighbours_the_bytes_and_the_block_that_woul
     solution = solve(graph, stages=2, link=Link(bytes_per_s=1e6), prefer_modules=0.0)
     found = explain_cuts(solution)
     assert [finding.text for finding in found] == [
-        "after 0.1, before 1.0: 1 value crosses, 1000 bytes forward and 1000 bytes back, 2.00 ms.",
-        "one operation earlier, 0.1 to stage 1: stage 0 14.00 ms to 8.00 ms; stage 1 14.00 ms to "
-        "20.00 ms; the slowest stage takes 6.00 ms more (43%), it would tear block 0.",
-        "one operation later, 1.0 to stage 0: stage 0 14.00 ms to 20.00 ms; stage 1 14.00 ms to "
-        "8.00 ms; the slowest stage takes 6.00 ms more (43%), it would tear block 1.",
+        "after 0.1, before 1.0: 1 tensor crosses: 1,000 bytes forward, 1,000 bytes backward, "
+        "2.00 ms.",
+        "one operation earlier (moves 0.1 to stage 1): stage 0 14.00 ms → 8.00 ms; stage 1 14.00 "
+        "ms → 20.00 ms; the bottleneck stage takes 6.00 ms more (43%), splits block 0.",
+        "one operation later (moves 1.0 to stage 0): stage 0 14.00 ms → 20.00 ms; stage 1 14.00 "
+        "ms → 8.00 ms; the bottleneck stage takes 6.00 ms more (43%), splits block 1.",
     ]
 
 
@@ -168,8 +170,8 @@ def test_more_bytes_and_a_lack_of_memory_are_named():
     solution = solve(graph, stages=2, link=LINK, setting=tight, prefer_modules=0.0)
     found = explain_cuts(solution)
     later = next(finding for finding in found if "one operation later" in finding.text)
-    assert "7.8 KiB both ways instead of 20 bytes" in later.text
-    assert "it would not fit into memory" in later.text
+    assert "sends 7.8 KiB both ways instead of 20 bytes" in later.text
+    assert "does not fit into memory" in later.text
 
 
 def bound_of(*works: float, stages: int) -> str:
@@ -179,11 +181,11 @@ def bound_of(*works: float, stages: int) -> str:
 
 
 def test_the_bound_that_decides_is_named():
-    assert "the equal share decides" in bound_of(1, 1, 1, 1, stages=2)
-    assert "2.0 decides: it is never cut" in bound_of(1, 1, 5, stages=3)
-    assert "operations that must stay together" in bound_of(2, 3, 2, stages=2)
+    assert "limited by the equal share" in bound_of(1, 1, 1, 1, stages=2)
+    assert "limited by 2.0: one operation is never split" in bound_of(1, 1, 5, stages=3)
+    assert "limited by grouping constraints" in bound_of(2, 3, 2, stages=2)
     assert "one stage does all the work" in bound_of(1, 2, stages=1)
-    assert "no plan of 3 stages can be below 15.00 ms" in bound_of(1, 1, 5, stages=3)
+    assert "no plan with 3 stages can be faster than 15.00 ms" in bound_of(1, 1, 5, stages=3)
 
 
 def test_the_slowest_rank_is_explained_with_all_its_stages():
@@ -193,25 +195,22 @@ def test_the_slowest_rank_is_explained_with_all_its_stages():
     placement = Placement((0, 1, 2), ranks=((0,), (1,), (0,)))
     shared = replace(solution, placement=placement, evaluation=evaluate(problem, placement))
     text = explain_bound(shared)[0].text
-    assert text.startswith("rank 0 with stages 0 and 2 takes 18.00 ms a micro-batch: 18.00 ms")
+    assert text.startswith("rank 0 with stages 0 and 2 takes 18.00 ms per micro-batch: 18.00 ms")
     assert "Its largest parts are 2.0 15.00 ms, 0.0 3.00 ms" in text
 
 
 def test_stated_steps_are_those_that_the_simulator_finds():
     plan = chain(3).plan
     found = {finding.about: finding.text for finding in explain_micro_batches(plan)}
-    assert set(found) == {f"micro-batches of {name}" for name in ("gpipe", "1f1b", "async-1f1b")}
+    assert set(found) == {f"{ABOUT} {name}" for name in ("gpipe", "1f1b", "async-1f1b")}
     for schedule in ("gpipe", "1f1b", "async-1f1b"):
-        numbers = [
-            int(number)
-            for number in re.findall(r"(\d+) take", found[f"micro-batches of {schedule}"])
-        ]
+        numbers = [int(number) for number in re.findall(r"(\d+): ", found[f"{ABOUT} {schedule}"])]
         assert numbers == [8, 9, 16]
         for number in numbers:
             step = forecast_one_step(plan, schedule, number)
-            stated = f"{number} take {write_ms(step.step_ms)} a step"
-            assert stated in found[f"micro-batches of {schedule}"]
-            assert f"idle {write_share(step.idle_share)}" in found[f"micro-batches of {schedule}"]
+            stated = f"{number}: {write_ms(step.step_ms)} per step"
+            assert stated in found[f"{ABOUT} {schedule}"]
+            assert f"{write_share(step.idle_share)} idle" in found[f"{ABOUT} {schedule}"]
 
 
 def test_no_costs_are_changed_by_explaining():

@@ -3,6 +3,7 @@
 import inspect
 import typing
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import networkx as nx
@@ -13,8 +14,8 @@ from torch import nn
 import asyncpipe
 from asyncpipe.partitioner.models.load import given_source
 from asyncpipe.partitioner.planning.keywords import OutlineKeywords, PartitionKeywords, PlanConfig
-from asyncpipe.partitioner.planning.options import OPTIONS, PLANNED, PartitionOptions
-from asyncpipe.runtime.errors import ModelError
+from asyncpipe.partitioner.planning.options import OPTIONS, PLANNED, PartitionOptions, options_for
+from asyncpipe.runtime.errors import ModelError, PlanError
 
 TYPES = {field.name: field.type for field in fields(PartitionOptions)}
 
@@ -52,6 +53,34 @@ def test_functions_take_their_typed_keywords(function: Any, keywords: Any) -> No
     }
     assert shown == {*typed(keywords), "name", "on_phase", "on_progress"}
     assert typing.is_typeddict(keywords)
+
+
+def own_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (torch.nn.functional.cross_entropy, "cross_entropy"),
+        (nn.CrossEntropyLoss(), "cross_entropy"),
+        (nn.MSELoss, "mse"),
+        (own_loss, f"{__file__}:own_loss"),
+        ("mse", "mse"),
+    ],
+)
+def test_a_loss_may_be_a_function(loss: Any, name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert options_for("model", {"loss": loss}).loss == name
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(label_smoothing=0.1), lambda output, target: output.mean()]
+)
+def test_a_loss_that_other_processes_cannot_import_is_refused(loss: Any) -> None:
+    with pytest.raises(PlanError, match="which other processes cannot import") as refused:
+        options_for("model", {"loss": loss})
+    assert refused.value.cure == 'Write it as a function in a file: loss="my_file.py:function"'
 
 
 def graph() -> nx.DiGraph:
@@ -111,3 +140,8 @@ def test_example_inputs_that_do_not_fit_forward_are_refused_in_one_sentence(
 def test_tab_completion_shows_the_public_names_alone() -> None:
     shown = [name for name in dir(asyncpipe) if not name.startswith("_")]
     assert shown == sorted(asyncpipe.__all__)
+
+
+def test_a_name_instead_of_a_model_is_refused() -> None:
+    with pytest.raises(ModelError, match="model is 'gpt2', not a torch.nn.Module"):
+        asyncpipe.partition("gpt2", torch.ones(2, 4), stages=2)  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ def test_devices_by_name_have_predicted_times(tmp_path: Path) -> None:
 
 def test_without_stages_their_number_is_chosen(tmp_path: Path) -> None:
     plan = planned(tmp_path, devices=cluster_of_hosts("a:2"))
-    assert any("chosen of" in note for note in plan.explanation)
+    assert any("chosen from" in note for note in plan.explanation)
     assert sorted({rank for stage in plan.stages for rank in stage.ranks}) == list(
         range(len(plan.setting.ranks))
     )
@@ -119,13 +119,13 @@ def test_a_lone_rank_is_told_with_a_split_that_has_none() -> None:
 def test_an_order_that_is_better_than_the_list_is_told() -> None:
     notes = said(layered([4.0] * 16, num_bytes=1e6), cluster_of_hosts("h1:4,h3:1,h2:3"), 8)
     (order,) = [note for note in notes if "in the order" in note]
-    assert "as listed the slowest stage would take 12.44 ms" in order
+    assert "in the listed order the bottleneck stage would take 12.44 ms" in order
 
 
 def test_fewer_stages_are_proposed_where_they_are_as_fast() -> None:
     """One layer has most of all work: a third stage changes nothing."""
     notes = said(layered([1.0, 1.0, 12.0], params=10**9), cluster_of_hosts("a:3"), 3)
-    fewer = "2 stages would be as fast: 12.20 ms a micro-batch on 2 instead of 3 devices"
+    fewer = "2 stages would be as fast: 12.20 ms per micro-batch on 2 instead of 3 devices"
     assert notes[-1] == fewer
 
 

@@ -190,7 +190,7 @@ def test_what_does_not_fit_on_the_ranks_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"ranks": 2}, "async-1f1b has one stage a rank"),
+        ({"ranks": 2}, "async-1f1b has one stage per rank"),
         ({"ranks": 2, "schedule": "1f1b"}, "1f1b has one stage on every rank"),
         ({"ranks": 3, "schedule": "interleaved"}, "equally many stages on every rank"),
         ({"ranks": 8, "schedule": AUTO}, "4 stages cannot be on 8 ranks"),
@@ -224,7 +224,7 @@ def test_a_better_number_of_stages_a_rank_is_told() -> None:
     options = {"schedule": "1f1b", "micro_batches": 4}
     solution = solve(graph, stages=4, **options)
     (sentence,), candidates = other_ways(graph, solution, options)
-    assert sentence.startswith("interleaved with 2 stages a rank would be ")
+    assert sentence.startswith("interleaved with 2 stages per rank would be ")
     assert [one.stages for one in candidates] == [8]
     assert candidates[0].step_ms < solution.step_ms
 

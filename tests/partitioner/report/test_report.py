@@ -102,7 +102,7 @@ def test_title_command_status_and_hash_are_shown(page, plan):
     assert facts["asyncpipe"].startswith(asyncpipe.__version__)
     status = text_of(all_of(tree, "span", "status")[0])
     assert status == (
-        "✓ proved optimal" if plan.optimal else f"{write_gap(plan.gap)} above the optimum"
+        "✓ proven optimal" if plan.optimal else f"{write_gap(plan.gap)} above the optimum"
     )
 
 

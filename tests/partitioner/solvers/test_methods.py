@@ -55,7 +55,7 @@ def assert_valid(problem: Problem, placement: Placement) -> None:
 
 
 def any_assignment(problem: Problem) -> Iterator[Placement]:
-    """Every way to give groups to ranks, as stages if they can be or as one stage a rank."""
+    """Every way to give groups to ranks, as stages if they can be or as one stage per rank."""
     for rank_of in itertools.product(range(problem.stages), repeat=len(problem.costs.groups)):
         yield staged(problem, rank_of)
 

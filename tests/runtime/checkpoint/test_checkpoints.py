@@ -191,7 +191,7 @@ def test_a_schedule_that_was_computed_from_measured_steps_is_kept(
     options: dict[str, Any] = {"schedule": "auto", "ranks": 1, "steps": 16, "save_every": 10}
     whole = train(folders / "noisy4", tmp_path / "whole", **options)
     (text,) = (text for about, text in events_of(whole.output, "note") if about == "schedule")
-    assert text.startswith("computed from what steps 2 to 7 took")
+    assert text.startswith("recomputed from the times of steps 2 to 7")
     resumed = assert_goes_on_as(whole, folders / "noisy4", 10, **options)
     assert "schedule" not in [about for about, _ in events_of(resumed.output, "note")]
 

@@ -1,4 +1,4 @@
-"""Data as people have it: what a data function may return, and how it is understood."""
+"""The values that a data function may return, and how they are read."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ print(asyncpipe.launch(here, ranks=2))
 
 
 def printed(folder: Path, text: str) -> list[str]:
-    """What a script prints; it must end well."""
+    """The output of a script, which must succeed."""
     (folder / "sheep.py").write_text(text)
     done = subprocess.run(
         [sys.executable, folder / "sheep.py"],

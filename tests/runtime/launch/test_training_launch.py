@@ -128,8 +128,8 @@ def test_an_asynchronous_run_tells_every_step_and_is_drained_at_evaluations(
     }
     run(Settings(**options(folders / "mlp4", tmp_path / "run", **given)), FACTORY)
     (facts,) = events_of(tmp_path / "run", "start")
-    assert "weights at most 3 steps old" in facts["algorithm"]
-    assert "gradient norm of each stage at most 1" in facts["optimizer"]
+    assert "at most 3 steps stale at stage 0" in facts["schedule"]
+    assert "grad clip 1 (per stage)" in facts["optimizer"]
     steps = events_of(tmp_path / "run", "step")
     assert [step["step"] for step in steps] == list(range(1, 11))
     assert all(step["grad_norm"] > 0 and len(step["idle"]) == 4 for step in steps)

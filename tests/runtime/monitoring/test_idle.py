@@ -41,7 +41,7 @@ def two_stages_a_rank() -> Schedule:
         "1F0 3F0 3B0 1F1 3F1 1B0 3B1 1B1 1S1 3S1",
     )
     return Schedule(
-        "two stages a rank", 4, 2, 2, True,
+        "two stages per rank", 4, 2, 2, True,
         tuple(tuple(map(parse_action, row.split())) for row in rows), (0, 1, 0, 1), (2, 2, 2, 1),
     )  # fmt: skip
 

@@ -185,7 +185,7 @@ def test_configuration_environment_and_facts_are_told(folder: Path) -> None:
     texts = [text_of(one) for one in all_of(page, "dd")]
     pairs = dict(zip(told, texts, strict=True))
     assert pairs["schedule"] == "async-1f1b" and pairs["steps"] == "12" and pairs["lr"] == "0.002"
-    assert {"torch", "python", "asyncpipe", "cpu", "host", "begun"} <= pairs.keys()
+    assert {"torch", "python", "asyncpipe", "cpu", "host", "started"} <= pairs.keys()
     assert "2 processes" in pairs["processes"]
     block = json.loads(by_id(page, "run").text or "")
     assert block == json.loads(json.dumps(summary_of(read_run(folder / "async"))))
@@ -451,7 +451,7 @@ def test_real_runs_compare_and_tell_in_what_they_differ(folder: Path) -> None:
     differing = {name for name, *_ in compared.differences}
     assert {"schedule", "lr", "steps", "staleness"} <= differing
     assert not {"seed", "folder", "torch", "host"} & differing
-    assert all(cell for row in compared.rows if "simulated" not in row[0] for cell in row[:1])
+    assert all(cell for row in compared.rows if "predicted" not in row[0] for cell in row[:1])
 
 
 def test_runs_that_have_nothing_compare_too(tmp_path: Path) -> None:

@@ -106,5 +106,5 @@ def test_ledgers_of_segments_that_drain_are_the_closed_form_with_the_ramp_anew(
 def test_stages_alike_are_told_together() -> None:
     assert describe_delays(async_1f1b(1, 1, 1)) == "stage 0: none"
     assert describe_delays(async_1f1b(3, 12, step_every=12)) == (
-        "stage 0: 0.167 steps (1 at most), stage 1: 0.0833 steps (1 at most), stage 2: none"
+        "stage 0: 0.167 steps (max 1), stage 1: 0.0833 steps (max 1), stage 2: none"
     )

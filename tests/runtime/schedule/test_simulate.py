@@ -283,8 +283,8 @@ def test_nothing_takes_no_time() -> None:
 
 def test_few_micro_batches_are_warned_about_with_the_number_that_helps() -> None:
     assert few_micro_batches_warning("gpipe", ranks=4, micro_batches=1) == (
-        "1 micro-batch keeps 4 ranks idle 75% of the time (gpipe). "
-        "16 would be 16%. --micro-batches 16"
+        "with 1 micro-batch, gpipe leaves 4 ranks idle 75% of the time. "
+        "Use --micro-batches 16 to reduce this to 16%."
     )
     for name, ranks, micro_batches in (
         ("1f1b", 4, 8),

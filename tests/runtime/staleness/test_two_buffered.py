@@ -92,7 +92,7 @@ def test_synchronous_steps_read_live_weights_and_begin_2bw_anew() -> None:
 
 def test_a_window_that_is_too_short_is_refused() -> None:
     check_fits("2bw", Conditions(step_every=4, ahead=3))
-    with pytest.raises(ScheduleError, match="2bw needs at least 4 micro-batches a step"):
+    with pytest.raises(ScheduleError, match="2bw needs at least 4 micro-batches per step"):
         check_fits("2bw", Conditions(step_every=3, ahead=3))
 
 

@@ -172,8 +172,8 @@ def test_staleness_is_told_before_the_run_and_at_its_end(folder: Path, tmp_path:
     assert facts["staleness"] == (
         "stage 0: 3 steps, stage 1: 2 steps, stage 2: 1 step, stage 3: none"
     )
-    assert facts["algorithm"].endswith(
-        "drained at evaluations and every 4 steps; the first 1 steps are synchronous 1f1b"
+    assert facts["schedule"].endswith(
+        "drained at evaluations and every 4 steps; synchronous 1f1b for the first 1 step"
     )
 
 
@@ -207,7 +207,7 @@ def test_stages_that_run_far_ahead_are_planned_in_time(folder: Path) -> None:
 def test_without_staleness_nothing_is_said_to_be_old(folder: Path) -> None:
     job = make_job(Settings(folder=str(folder), **options({"staleness_cap": 0})))
     schedule = make_segment(job.plan, job.config, steps=1)
-    assert "no weights are stale" in describe_algorithm(schedule, job.config)
+    assert "no stale weights" in describe_algorithm(schedule, job.config)
 
 
 def test_2bw_has_its_own_versions_of_the_weights(folder: Path) -> None:
@@ -229,7 +229,7 @@ def test_2bw_has_its_own_versions_of_the_weights(folder: Path) -> None:
         ({"samples": 70, "steps": 7}, "--samples 70 are 8 steps, but --steps is 7"),
         ({"remainder": "proportional"}, "--remainder proportional, but --steps leaves none"),
         ({"schedule": "2bw", "staleness": "stash"}, "2bw has its own versions"),
-        ({"schedule": "2bw"}, "2bw needs at least 4 micro-batches a step"),
+        ({"schedule": "2bw"}, "2bw needs at least 4 micro-batches per step"),
         (
             {"schedule": "2bw", "micro_batches": 4, "staleness_cap": 0},
             "--staleness-cap 0, but under 2bw the weights of all stages are one step old",

@@ -1,4 +1,4 @@
-"""`--callbacks`: what an object on rank 0 asks for happens on all ranks after the same step."""
+"""`--callbacks`: all ranks act on the requests of an object on rank 0 after the same step."""
 
 from __future__ import annotations
 

@@ -115,5 +115,5 @@ def test_a_dry_run_counts_the_steps_of_built_in_data(folder: Path, tmp_path: Pat
     for length in ({"epochs": 1.0}, {"samples": samples}, {"samples": 2 * samples}):
         run_here(given(folder, output, optimizer="adamw", dry_run=True, **length), FACTORY)
     of_epochs, of_samples, of_more = (facts["optimizer"] for facts in events_of(output, "start"))
-    assert "steps of warm-up" in of_epochs
+    assert " · warmup " in of_epochs
     assert of_epochs == of_samples != of_more

@@ -105,7 +105,7 @@ def own_loop(rank: int, folder: str, steps: int, options: dict[str, Any]) -> dic
         (4, {"micro_batches": 3, "clip": 0.4, "replicas": 2}),
         (2, {"micro_batches": 4, "schedule": "ddp"}),
     ],
-    ids=["1f1b", "uneven", "two stages a rank", "replicas", "ddp"],
+    ids=["1f1b", "uneven", "two stages per rank", "replicas", "ddp"],
 )
 def test_a_loop_with_any_optimizer_groups_and_scheduler_equals_the_plain_loop(
     folder: Path, tmp_path: Path, ranks: int, options: dict[str, Any]
@@ -221,7 +221,7 @@ def test_evaluations_and_predictions_are_those_of_the_model_on_every_sample(fold
 
 
 def trained(rank: int, folder: str, options: dict[str, Any], steps: int) -> dict[str, Any]:
-    """As the command reads the data: in the order of the seed, 8 samples a step."""
+    """As the command reads the data: in the order of the seed, 8 samples per step."""
     made: dict[str, Any] = {}
     exec(compile(DATA, "data", "exec"), made)
     data = made["samples"]()

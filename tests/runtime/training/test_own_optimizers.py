@@ -140,7 +140,7 @@ def test_an_optimizer_and_a_schedule_take_the_steps_of_a_plain_loop(
     rates = list(found.of("lr").values())
     assert rates == pytest.approx([0.01 * (1 - step / 12) for step in range(6)])
     (facts,) = events_of(tmp_path / "run", "start")
-    assert f"times {own}:falling of the step" in facts["optimizer"]
+    assert f"lr schedule {own}:falling" in facts["optimizer"]
 
 
 @pytest.mark.parametrize("made", ["counting", "groups"])

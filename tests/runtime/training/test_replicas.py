@@ -71,7 +71,7 @@ def test_two_pipelines_train_as_one_with_twice_the_micro_batches(
     (facts,) = events_of(two, "start")
     assert facts["ranks"].startswith("4 processes, 2 replicas of 2 · shm (one host)")
     assert facts["batch"] == "8 sequences per step = 2 micro-batches × 2 sequences × 2 replicas"
-    assert "averaged over 2 replicas" in facts["algorithm"]
+    assert "averaged over 2 replicas" in facts["schedule"]
     (end,) = events_of(two, "end")
     assert len(end["idle_parts_by_rank"]) == 4
     trace = json.loads((two / "trace.json").read_text())
@@ -184,7 +184,7 @@ def test_a_schedule_computed_from_measured_costs_is_the_same_in_all_replicas(
     two = train(folders / "mlp4", tmp_path / "two", schedule="auto", ranks=2, replicas=2, **given)
     one = train(folders / "mlp4", tmp_path / "one", schedule="single", steps=14, micro_batches=8)
     assert_same_training(one, two, PlainMlp())
-    assert any("computed from what steps" in note for _, note in events_of(two, "note"))
+    assert any("recomputed from the times" in note for _, note in events_of(two, "note"))
 
 
 def test_replicas_leave_out_a_step_that_overflows_together(folders: Path, tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ def test_a_stage_on_two_ranks_trains_as_the_plain_model(folders: Path, tmp_path:
     assert_same_training(one, two, PlainMlp())
     (facts,) = events_of(two, "start")
     assert facts["ranks"].startswith("3 processes, stage 0 on ranks 0-1 · shm (one host)")
-    assert facts["algorithm"].endswith(
-        "gradients of the plain model, summed over stage 0 on ranks 0-1"
+    assert facts["schedule"].endswith(
+        "gradients as single-device training, summed over stage 0 on ranks 0-1)"
     )
     assert facts["data"].endswith("ranks 0, 1 read inputs, rank 2 reads targets")
     assert not events_of(two, "warning")

@@ -1,4 +1,4 @@
-"""Data without numbers: every rank reads the same stream, and a resumed run goes on in it."""
+"""Data without numbers: every rank reads the same stream, and a resumed run continues in it."""
 
 from __future__ import annotations
 

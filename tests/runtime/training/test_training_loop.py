@@ -193,13 +193,13 @@ def test_what_will_be_done_is_said_first(folders: Path, tmp_path: Path, text_fil
     train(folders / "text", tmp_path / "run", data=str(text_file), clip=1.0)
     (facts,) = events_of(tmp_path / "run", "start")
     assert facts["batch"] == "8 sequences per step = 4 micro-batches × 2 sequences × 1 replica"
-    assert "gradient norm over all stages at most 1" in facts["optimizer"]
-    assert f"{text_file} (4,500 tokens, bytes)" in facts["data"]
+    assert "grad clip 1 (global norm)" in facts["optimizer"]
+    assert f"{text_file} (4,500 tokens, byte tokenizer)" in facts["data"]
     steps = events_of(tmp_path / "run", "step")
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
     (end,) = events_of(tmp_path / "run", "end")
     assert end["first_loss"] == steps[0]["loss"] and end["last_loss"] == steps[-1]["loss"]
-    assert facts["simulated"].startswith("24.00 ms a step without the optimizer")
+    assert facts["predicted"].startswith("24.00 ms per step without the optimizer")
     assert 24.0 < end["simulated_step_ms"] < 48.0
 
 

@@ -217,9 +217,9 @@ def test_a_plan_of_another_precision_is_said(folders: Path) -> None:
     full, half = Settings(folder="x"), Settings(folder="x", precision="float16")
     for settings, dtype in ((full, "float32"), (half, "bfloat16")):
         assert precision_warning(settings, profiled(plan, dtype)) == ""
-        assert describe_memory(settings, profiled(plan, dtype)).endswith("as planned")
+        assert describe_memory(settings, profiled(plan, dtype)).endswith("(sum over all stages)")
     own = describe_memory(replace(full, optimizer="own.py:make"), profiled(plan, "float32"))
-    assert own.endswith("as planned; the state of own.py:make is not known")
+    assert own.endswith("(sum over all stages), without the state of own.py:make")
     command = "asyncpipe-partition --model tiny_mlp --stages 2"
     assert precision_warning(half, profiled(plan, "float32")) == (
         "the plan was profiled in float32, this run computes in float16: cuts and predictions are "
@@ -227,8 +227,8 @@ def test_a_plan_of_another_precision_is_said(folders: Path) -> None:
     )
     assert precision_warning(full, profiled(plan, "bfloat16")).endswith(f"bfloat16. {command}")
     assert describe_memory(half, profiled(plan, "float32")) == (
-        "6.0 MiB over all stages, as planned in float32, of it activations 4.0 MiB, which take "
-        "about half under float16"
+        "6.0 MiB predicted for float32 (sum over all stages), including 4.0 MiB of activations, "
+        "about half of that under float16"
     )
 
 

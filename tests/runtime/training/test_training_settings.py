@@ -183,7 +183,8 @@ def test_an_option_that_the_optimizer_has_not_is_refused(text: Plan, mlp: Plan) 
 def test_the_run_says_what_its_optimizer_is_for(text: Plan) -> None:
     told = describe_optimizer(resolved(text, optimizer="muon"))
     assert told.startswith(
-        "muon of hidden matrices and adamw of the rest, lr 0.0003, momentum 0.95, weight decay"
+        "Muon(lr=0.0003, momentum=0.95, weight_decay=0.01 on matrices) · "
+        "AdamW for parameters other than hidden matrices"
     )
     soap = resolved(text, optimizer="soap", refresh_every=20)
     assert "new bases every 20 steps" in describe_optimizer(soap)

@@ -1,5 +1,5 @@
-"""The page that follows runs: what it shows of runs that go on, stall, are killed or are over, what
-its server refuses, and that a run and its viewer leave each other alone."""
+"""The page that follows runs in progress, stalled, killed or over; refusals of its server; a run
+and its viewer leave each other alone."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def synchronous(stages: int, micro_batches: int) -> Iterator[Schedule]:
 
 
 def small_schedules(stages: int, *, most: int = 10) -> Iterator[Schedule]:
-    """All names, up to `most` micro-batches, every number of micro-batches a step."""
+    """All names, up to `most` micro-batches, every number of micro-batches per step."""
     for micro_batches in range(1, most + 1):
         yield from synchronous(stages, micro_batches)
         for name in ASYNCHRONOUS:

@@ -129,7 +129,7 @@ def _stand_for(address: str, arguments: list[str]) -> None:
 
 
 def _is_open(descriptor: int) -> bool:
-    """Whether it still is, unlike the one that listed the descriptors."""
+    """True if it is still open, unlike the one that listed the descriptors."""
     try:
         os.fstat(descriptor)
     except OSError:
