@@ -39,7 +39,7 @@ def test_explain_prints_every_finding_below_its_heading(made):
 def test_without_explain_nothing_is_planned_again_or_printed(made):
     assert not any(heading in (made / "plain.txt").read_text() for heading in TOPICS.values())
     changes = [one.about for one in read_plan(made / "plain").findings if one.topic == "change"]
-    assert changes and all(about.startswith("micro-batches of ") for about in changes)
+    assert changes and all(about.startswith("number of micro-batches with ") for about in changes)
 
 
 @pytest.mark.parametrize("folder", ["explained", "plain"])

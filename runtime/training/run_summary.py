@@ -403,10 +403,7 @@ def report_end(
         return
     if not watch.records:
         exported = f", {config.export_hf}" if config.export_hf else ""
-        reporter.on_note(
-            "weights",
-            f"{folder / 'weights'}{exported} · 0 steps requested: only evaluated and saved",
-        )
+        reporter.on_note("weights", f"{folder / 'weights'}{exported} · no steps left to train")
         return
     # Stages take the same time in all replicas; the first replica's ranks come first.
     optimizer_ms = watch.optimizer_ms

@@ -174,4 +174,4 @@ def test_one_rank_a_stage_is_trained_on_request_with_a_warning(
     (facts,) = events_of(made, "start")
     assert facts["ranks"].startswith("2 processes · ")
     (warning,) = events_of(made, "warning")
-    assert warning.startswith("the plan has stage 0 on 2 ranks, but training runs 1 replica")
+    assert warning.startswith("the plan has stage 0 on 2 ranks, but this run has 1 replica")
