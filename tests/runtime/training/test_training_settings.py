@@ -501,7 +501,7 @@ def test_a_plan_with_replicas_of_which_one_is_trained_says_so(mlp: Plan) -> None
     uneven = on_ranks(mlp, (0, 1, 2), (3,))
     assert resolved(uneven).replicas is None  # the plan's own
     warning = replicas_warning(uneven, resolved(uneven, replicas=1).replicas or 0)
-    assert "the plan has stage 0 on 3 ranks, but training runs 1 replica of each" in warning
+    assert "the plan has stage 0 on 3 ranks, but this run has 1 replica of each" in warning
     assert replicas_warning(on_ranks(mlp, (0,), (1,), (0,)), 1) == ""
 
 
