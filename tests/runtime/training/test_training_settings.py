@@ -513,4 +513,4 @@ def test_a_plan_of_whole_pipelines_side_by_side_is_followed(mlp: Plan) -> None:
     assert resolved(side_by_side, schedule="async-1f1b").replicas == 1
     assert resolved(side_by_side, schedule="ddp").replicas == 4
     assert replicas_warning(side_by_side, 2) == ""
-    assert "runs 1 replica of each stage" in replicas_warning(side_by_side, 1)
+    assert "has 1 replica of each stage" in replicas_warning(side_by_side, 1)
