@@ -97,7 +97,7 @@ class LinearByWeights(PredictedForward):
 
     @contextmanager
     def stepping(self, weights: WeightVersions) -> Iterator[None]:
-        live = list(weights.live.values())
+        live: list[Tensor] = list(weights.live.values())
         if not (live and self.context.ahead):
             yield
             return

@@ -202,7 +202,7 @@ class WeightVersions:
         with torch.no_grad():
             self._fill_with_live(memory)
             for name, weight in self.live.items():
-                weight.set_(memory[name])
+                _share_memory(weight, memory[name])
         copy.shares_live = False
         self.copies_made += 1
 
@@ -293,4 +293,9 @@ def _sharing(weight: Tensor) -> Tensor:
     """A leaf in the memory of a weight. Writes to the weight do not count as changes of the leaf,
     since they come after `begin_step`."""
     leaf = torch.empty(0, dtype=weight.dtype, device=weight.device)
-    return leaf.set_(weight.detach()).requires_grad_()
+    return _share_memory(leaf, weight).requires_grad_()
+
+
+def _share_memory(target: Tensor, source: Tensor) -> Tensor:
+    storage, offset = source.untyped_storage(), source.storage_offset()
+    return target.set_(storage, offset, source.size(), source.stride())
