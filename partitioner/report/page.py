@@ -53,7 +53,7 @@ def _gain(plan: Plan) -> Card:
         return Card("Stages", "1", "nothing to balance")
     if ratio < _GAINS:
         heading = "Even split by blocks"
-        return Card(heading, "equally fast", f"slowest stage {write_ms(plan.even_split_ms)}")
+        return Card(heading, "equally fast", f"bottleneck stage {write_ms(plan.even_split_ms)}")
     detail = f"the same number of blocks per stage: {write_ms(plan.even_split_ms)}"
     return Card("Faster than an even split", write_ratio(ratio), detail)
 
