@@ -407,11 +407,11 @@ def test_numbers_far_from_the_plan_are_explained(tmp_path: Path) -> None:
         folder = tmp_path / f"{ms}-{measured}"
         made = read_run(write_run(folder, start, *steps(3, ms=ms, **memory)))
         texts = [text_of(one) for one in all_of(parsed(render_run(made)), "p")]
-        return [text for text in texts if text.startswith(("The plan's times", "The plan counts"))]
+        return [text for text in texts if text.startswith(("The plan assumes", "The prediction"))]
 
     assert notes(110, 9 << 20) == []
     slow, large = notes(300, 80 << 20)
-    assert slow.endswith("share processor cores or the memory's bandwidth: 1 rank ran on 2 cores.")
+    assert slow.endswith("share CPU cores or memory bandwidth: 1 rank ran on 2 cores.")
     assert "tens of MiB that do not grow with the model" in large
     assert len(notes(110, 8 << 30)) == 0  # too much for what a process needs anyway
 

@@ -199,7 +199,7 @@ def test_a_run_whose_processes_are_gone_was_killed(folder: Path) -> None:
         os.utime(path, (time.time() - 60, time.time() - 60))
     parts = shown(folder)
     assert status_of(parts) == "killed after step 3 of 100"
-    assert "the 2 processes of its ranks ended without a record" in parts["header"]
+    assert "the 2 processes of its ranks exited without reporting" in parts["header"]
 
 
 def test_another_process_with_the_number_of_a_killed_rank_is_none_of_the_run(folder: Path) -> None:
@@ -301,8 +301,9 @@ def test_several_runs_have_their_states_and_common_charts(folder: Path) -> None:
     parts = SeveralPage(pages).refresh()
     states = [text_of(one) for one in all_of(parsed_part(parts["runs"]), "dd")]
     assert states == [
-        "killed after step 3 of 100The run was killed after step 3: its ranks ended without a "
-        "record of an end or an error. Linux does this when memory runs out; see dmesg | tail.",
+        "killed after step 3 of 100The run was killed after step 3: its ranks exited without "
+        "reporting a result or an error. Linux kills processes when memory runs out; see dmesg | "
+        "tail.",
         "failed after step 2<i>x",
     ]
     assert len(all_of(parsed_part(parts["compared"]), "g", "curve1")) > 0
