@@ -76,12 +76,13 @@ def comparison_page(rows: Sequence[MethodRow], ends: Ends, *, title: str) -> str
 def _charts(drawn: Sequence[MethodRow], ends: Ends, loss: str) -> list[Chart]:
     """The loss over steps and over time."""
     minutes = max((row.minutes for row in drawn), default=0.0)
-    unit, per_ms = ("min", 1 / 60_000) if minutes >= 2 else ("s", 1 / 1000)
+    is_long = minutes >= 2
+    unit, name, per_ms = ("min", "minutes", 1 / 60_000) if is_long else ("s", "seconds", 1 / 1000)
     by_step = [_series(row, None) for row in drawn]
     by_time = [_series(row, [end * per_ms for end in ends(row.runs[0])]) for row in drawn]
     charts = (
         _chart(f"{loss} over optimizer steps", by_step, "step", "step"),
-        _chart(f"{loss} over simulated time", by_time, unit, f"{unit}, one device per stage"),
+        _chart(f"{loss} over simulated time", by_time, unit, f"{name}, one device per stage"),
     )
     return [chart for chart in charts if chart is not None]
 

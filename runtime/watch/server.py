@@ -118,7 +118,6 @@ class Viewer:
         self._looks = threading.Condition()
         self._ended = threading.Event()
         self._last_s = time.monotonic()
-        self._cost_s = 0.0
         self._server = _Server(self, listening)
 
     def serve(self, *, idle_s: float | None = None) -> None:
@@ -127,9 +126,12 @@ class Viewer:
         thread = threading.Thread(target=self._server.serve_forever, name="pages", daemon=True)
         thread.start()
         try:
-            while not self._ended.wait(max(_BEAT_S, _SHARE * self._cost_s)):
+            cost_s = 0.0  # the first look compiles templates, when a page is opened
+            while not self._ended.wait(max(_BEAT_S, _SHARE * cost_s)):
+                began_s = time.thread_time()
                 if any(page.streams for page in self._pages.values()):
                     self._look([page for page in self._pages.values() if page.streams])
+                    cost_s = time.thread_time() - began_s
                 elif idle_s is not None and time.monotonic() - self._last_s > idle_s:
                     self._look([])
                     if all(run.is_over for run in self._runs):
@@ -149,14 +151,12 @@ class Viewer:
     def _look(self, pages: Sequence[_Followed]) -> None:
         """Looks at the runs, renders these pages again, and wakes their streams."""
         with self._looks:
-            began_s = time.thread_time()
             self._last_s = time.monotonic()
             self._number += 1
             for run in self._runs:
                 run.look()
             if any([page.refresh(self._number) for page in pages]):
                 self._looks.notify_all()
-            self._cost_s = time.thread_time() - began_s
 
     def page_of(self, path: str) -> tuple[_Followed, str] | None:
         """The page that a path asks for, and what of it; None for any other path."""
