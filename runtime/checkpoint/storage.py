@@ -193,7 +193,7 @@ def write_weights(
 def copy_configuration(target: Path, source: Path) -> None:
     """Copies the configuration files of the generated folder `source` to `target`.
 
-    Raises CheckpointError for what is no file: a link may lead to a file that is not to be shared.
+    Raises CheckpointError for anything but a file: a link may lead to a private file.
     """
     for file in sorted((source / HF_FILES).iterdir()):
         if file.is_symlink() or not file.is_file():

@@ -88,7 +88,7 @@ class Callbacks(Reporter):
         self._call("on_checkpoint", step)
 
     def take(self) -> Request:
-        """What was asked for since the last call."""
+        """The requests since the last call."""
         request, self._asked = self._asked, Request()
         return request
 

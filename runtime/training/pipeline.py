@@ -439,7 +439,7 @@ class Pipeline(TrainedStages):
 
     @property
     def _has_optimizer(self) -> bool:
-        """Whether the weights of this rank are stepped, if it has any."""
+        """True if the weights of this rank are stepped, if it has any."""
         has_weights = any(parameter.requires_grad for parameter in self.parameters())
         return self._own is None or self._own.optimizer is not None or not has_weights
 

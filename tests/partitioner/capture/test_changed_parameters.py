@@ -157,7 +157,7 @@ def test_the_caller_keeps_what_it_had(
 def test_the_caller_of_a_large_model_keeps_what_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a large model only the parameters that forward changes are copied."""
+    """Only the parameters of a large model that forward changes are copied."""
     monkeypatch.setattr(model_state, "MOST_BYTES", 0)
     monkeypatch.setattr(model_state, "SMALL", 0)
     model = prepared(Momentum)

@@ -150,7 +150,7 @@ def test_a_line_without_an_end_is_not_kept(folder: Path, monkeypatch: pytest.Mon
 def test_a_file_of_any_size_is_read_in_bounded_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long records, events of any name, bytes that are no text, and a last line without an end."""
+    """Long records, events of any name, bytes that are not text, and a last line without an end."""
     monkeypatch.setattr(tails, "_KEPT_BYTES", 1 << 20)
     text = "x" * (1 << 16)
     with (folder / METRICS).open("ab") as file:
