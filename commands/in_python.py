@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from ..runtime.config.option_files import settings_from
+from ..runtime.checkpoint.resuming import with_options_of_run
+from ..runtime.config.option_files import check_code, settings_from
 from ..runtime.launch.launch import run
 from ..runtime.monitoring.run_files import RunRecords, number, read_run
 from ..runtime.training.joining import PipelineKeywords, check_keywords
@@ -85,14 +86,19 @@ def train(folder: str | Path, **options: Unpack[TrainKeywords]) -> RunResult:
     the end.
 
     folder: the generated folder.
-    options: the options of the command by name.
+    options: the options of the command by name. With `resume`, those of the run that is resumed
+        apply where none are given.
 
     The ranks are processes of their own, so data and loss are named (`data="my_file.py:function"`).
     Raises AsyncPipeError where options and folder do not fit, and with the first cause when a rank
     fails.
     """
     check_keywords("train", options, TrainKeywords)
-    settings = settings_from({**options, "folder": str(folder)})
+    given = {**options, "folder": str(folder)}
+    all_options = with_options_of_run(given)
+    settings = settings_from(all_options)
+    if not settings.dry_run:
+        check_code(all_options, given, f"resume={options.get('resume')}")
     run_folder = run(settings, REPORTER, partial(print_starting, settings))
     records = read_run(run_folder)
     return RunResult(

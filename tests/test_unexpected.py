@@ -78,6 +78,14 @@ def number(outputs, target):
     return 3.0
 
 
+def broken(outputs, target):
+    fails()
+
+
+def worker(outputs, target):
+    raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
+
+
 def detached(outputs, target):
     return outputs.detach().sum()
 """
@@ -122,6 +130,8 @@ def test_what_is_wrong_with_own_data_is_one_sentence(folder: Path, data: str, wo
         ("no_scalar", "the criterion returned a tensor ["),
         ("number", "the criterion returned 3.0, but a loss is a tensor of one number"),
         ("detached", "the criterion returned a loss without a gradient"),
+        ("broken", f"criterion failed at own.py:{LINE}: ValueError: my own mistake"),
+        ("worker", "DataLoader worker (pid 1) is killed by signal: Killed."),
     ],
 )
 def test_a_criterion_whose_loss_cannot_be_trained_is_named(

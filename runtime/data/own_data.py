@@ -123,7 +123,8 @@ def _part(
     rows = _with_rows(data, source)
     if not _is_dataset(rows):
         raise DataError(
-            f"--data {source} gives a {type(data).__name__}, not a sequence of samples.", _FORMS
+            f"--data {source} gives a {type(data).__name__}, not a sequence of samples.",
+            'Return columns: {"x": frame["x"].to_numpy(), ...}.' if _is_table(data) else _FORMS,
         )
     return Part(rows)
 
@@ -164,6 +165,7 @@ def _is_stream(value: Any) -> bool:
     if isinstance(value, DataLoader):
         return isinstance(value.dataset, IterableDataset)
     is_plain = isinstance(value, tuple | list | Mapping | Set | Tensor | np.ndarray | str | bytes)
+    is_plain |= _is_table(value)
     return not is_plain and hasattr(value, "__iter__") and not _is_dataset(value)
 
 
@@ -174,7 +176,13 @@ def _is_dataset(value: Any) -> bool:
         hasattr(value, "__getitem__") or hasattr(value, "get")
     )
     is_stream = isinstance(value, IterableDataset)
-    return has_items and not is_stream and not isinstance(value, Tensor | str | Mapping)
+    is_other = isinstance(value, Tensor | str | Mapping) or _is_table(value)
+    return has_items and not is_stream and not is_other
+
+
+def _is_table(value: Any) -> bool:
+    """True for a data frame, which is indexed by the names of its columns."""
+    return hasattr(value, "columns") and hasattr(value, "iloc")
 
 
 def _batches(loader: DataLoader[Any]) -> bool:

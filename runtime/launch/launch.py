@@ -24,7 +24,7 @@ from ..distributed.cpu_affinity import find_machine, find_resources
 from ..distributed.failure import RankError, RankFolder, disk_error, failure_of
 from ..distributed.process_groups import World, join, leave, stay_alone
 from ..distributed.ranks import RankInfo, find_rank_info, grid_of
-from ..errors import AsyncPipeError, root_of
+from ..errors import LOADER_HAS_ENDED, AsyncPipeError, DataError, is_of_loader, root_of
 from ..monitoring.records import Reporter
 from ..plan.trust import is_trusted, remember, untrusted
 from ..process import Interrupted
@@ -138,6 +138,10 @@ def _run_alone(job: Job, reporter: str) -> Path:
             raise with_way_on(known, job.folder) from None
         except OSError as error:
             raise disk_error(error, job.folder) or error from None
+        except RuntimeError as error:
+            if not is_of_loader(error):
+                raise
+            raise with_way_on(DataError(f"{error}", LOADER_HAS_ENDED), job.folder) from error
         except KeyboardInterrupt:
             raise Interrupted(interruption(ranks)) from None
     shutil.rmtree(ranks.path)

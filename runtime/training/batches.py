@@ -264,7 +264,8 @@ def _open_own(config: RunConfig, task: Task) -> Data:
         count = 1 if part is None else len(part)
         if not 1 <= count <= _MOST_SAMPLES:
             raise DataError(
-                f"--data {source} has {count} samples for {use}, not 1 to {_MOST_SAMPLES}.",
+                f"--data {source} has {count} samples for {use}"
+                f"{f', more than {_MOST_SAMPLES}' if count else ''}.",
                 "Return at least one sample, and a __len__ that is their number.",
             )
     samples = [part.samples for part in own if part is not None]

@@ -162,6 +162,12 @@ def test_a_list_of_two_equal_tensors_is_two_samples(tmp_path: Path) -> None:
     assert len(part.samples) == 2
 
 
+class Frame(list):  # type: ignore[type-arg]
+    """As pandas has it: indexed by columns."""
+
+    columns, iloc = ("x", "y"), None
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -170,6 +176,7 @@ def test_a_list_of_two_equal_tensors_is_two_samples(tmp_path: Path) -> None:
         ((X, Y[:7]), r"the columns differ in length \(\[0\] 20, \[1\] 7\)"),
         ((X, X, Y, Y[:5]), r"the columns differ in length"),
         (3, "gives a int, not a sequence"),
+        (Frame("xy"), "gives a Frame, not a sequence of samples"),
         ([{"x": object(), "target": 0}] * 3, "x of a sample .* is of the type object"),
         (
             [{"x": X[0], "left": 0, "right": 1}] * 3,
