@@ -1,4 +1,8 @@
-"""Looks at a run and acts on it: a metric of its evaluations, and callbacks."""
+"""Looks at a run and acts on it: metrics of its evaluations, and callbacks."""
+
+import math
+
+from torch.nn.functional import cross_entropy
 
 from asyncpipe import Request
 
@@ -7,6 +11,23 @@ def confident(outputs, target):
     chances = outputs.softmax(-1)
     chosen = chances[range(len(target)), target]
     return {"confidence": chances.max(-1).values.mean(), "chance": chosen.mean()}
+
+
+class Scores:
+    """Perplexity and the F1 of class 0, which are functions of sums over all samples."""
+
+    def __call__(self, outputs, target):
+        found, true = outputs.argmax(-1) == 0, target == 0
+        return {
+            "loss": cross_entropy(outputs, target, reduction="sum"),
+            "samples": len(target),
+            "right": (found & true).sum(),
+            "said": found.sum() + true.sum(),
+        }
+
+    def finish(self, sums):
+        perplexity = math.exp(sums["loss"] / sums["samples"])
+        return {"perplexity": perplexity, "f1": 2 * sums["right"] / max(1, sums["said"])}
 
 
 class Control:

@@ -348,7 +348,7 @@ def _check_nesterov(settings: Settings, default: float) -> None:
 def _check_optimizer(settings: Settings, optimizer: str) -> None:
     """Raises SettingsError for an option that this optimizer does not have."""
     own = facts_of(optimizer).options
-    if settings.weight_decay is not None and optimizer not in OPTIMIZERS:
+    if settings.weight_decay and optimizer not in OPTIMIZERS:  # 0 is what a resumed run has
         raise SettingsError(
             f"--weight-decay {settings.weight_decay:g}, but {optimizer} sets its own.",
             "Leave it out.",

@@ -4,6 +4,10 @@
 None in place of tensors of other ranks, and its target: the labels that the model reads, or else
 the target of the criterion; None if there is neither on this rank. It returns a number, a tensor of
 one number, or a dict of these by name: means over the samples of the micro-batch.
+
+For a metric that is no mean over samples, such as F1 or perplexity, `f` is a class or an object
+with a method `finish`: what its call returns is summed over all micro-batches, and `finish(sums)`,
+of a dict by name, returns the metrics.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ from ..rng import drawing_from, import_seeded
 from ..user_code import user_errors_as
 
 Sums = dict[str, tuple[float, float]]
-"""The name of a metric -> the sum of its values times their samples, and the number of samples."""
+"""The name of a metric -> the sum of its values times their samples, and the number of samples; of
+values that are sums already, as they are."""
 
 
 class Metric:
@@ -35,7 +40,10 @@ class Metric:
     def __init__(self, plan: Plan, config: RunConfig) -> None:
         self._plan, self._seed, self._spec = plan, config.seed, str(config.metric)
         self._what = f"--metric {self._spec}"
-        self._call = import_seeded(self._spec, "--metric", SettingsError, self._seed)
+        own = import_seeded(self._spec, "--metric", SettingsError, self._seed)
+        with user_errors_as(SettingsError, self._what):
+            self._call = own() if isinstance(own, type) else own
+        self._finish = getattr(self._call, "finish", None)
         self._absent = dict.fromkeys(output_names(plan))
         self._last = frozenset(plan.stages[loss_stage(plan)].outputs) & output_names(plan)
 
@@ -55,6 +63,25 @@ class Metric:
             user_errors_as(SettingsError, self._what),
         ):
             returned = self._call(result, target)
+        return self._named(returned)
+
+    def add(self, sums: Sums, values: Mapping[str, float], samples: int) -> None:
+        """Adds what `of` returned for a micro-batch of so many samples."""
+        weight = samples if self._finish is None else 1
+        for name, value in values.items():
+            total, count = sums.get(name, (0.0, 0.0))
+            sums[name] = (total + value * weight, count + samples)
+
+    def result(self, of_ranks: Iterable[Sums]) -> dict[str, float]:
+        """The metrics of the samples of all ranks."""
+        whole = joined(of_ranks)
+        if self._finish is None:
+            return {name: total / count for name, (total, count) in whole.items()}
+        with user_errors_as(SettingsError, self._what):
+            returned = self._finish({name: total for name, (total, _) in whole.items()})
+        return self._named(returned)
+
+    def _named(self, returned: Any) -> dict[str, float]:
         name = self._spec.rpartition(":")[2]
         named = returned if isinstance(returned, Mapping) else {name: returned}
         return {str(key): self._number(str(key), value) for key, value in named.items()}
@@ -72,7 +99,7 @@ class Metric:
             shape = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise SettingsError(
                 f"{self._what} returned {shape} as {name}, which is not one number.",
-                "Return the mean over the samples.",
+                "Return the mean over the samples, or a sum for a method finish.",
             )
         return float(value)
 
@@ -80,25 +107,18 @@ class Metric:
 _TAKEN = {"event", *(field.name for field in fields(EvalRecord))}
 
 
-def add(sums: Sums, values: Mapping[str, float], samples: int) -> None:
-    """Adds the means of a micro-batch of so many samples."""
-    for name, value in values.items():
-        total, count = sums.get(name, (0.0, 0.0))
-        sums[name] = (total + value * samples, count + samples)
+def joined(of_ranks: Iterable[Sums]) -> Sums:
+    """The sums of all ranks.
 
-
-def means(of_ranks: Iterable[Sums]) -> dict[str, float]:
-    """The means over the samples of all ranks.
-
-    >>> means([{"f1": (3.0, 4.0)}, {}, {"f1": (1.0, 4.0), "recall": (2.0, 4.0)}])
-    {'f1': 0.5, 'recall': 0.5}
+    >>> joined([{"f1": (3.0, 4.0)}, {}, {"f1": (1.0, 4.0), "recall": (2.0, 4.0)}])
+    {'f1': (4.0, 8.0), 'recall': (2.0, 4.0)}
     """
     whole: Sums = {}
     for sums in of_ranks:
         for name, (total, count) in sums.items():
             before, samples = whole.get(name, (0.0, 0.0))
             whole[name] = (before + total, samples + count)
-    return {name: total / count for name, (total, count) in whole.items()}
+    return whole
 
 
 def of_all_ranks(world: World, sums: Sums) -> list[Sums]:

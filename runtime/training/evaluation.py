@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..config.batch_layout import EvaluationBatch
 from ..config.settings import SettingsError
-from ..control.metrics import Metric, Sums, add, means, of_all_ranks
+from ..control.metrics import Metric, Sums, of_all_ranks
 from ..data.task import Task
 from ..distributed.process_groups import World
 from ..errors import DataError
@@ -95,7 +95,7 @@ class Evaluator:
             loss, losses, right, answers = self._world.sums(
                 [counts.loss, counts.losses, counts.right, counts.answers]
             )
-            measured = of_all_ranks(self._world, counts.measured) if self._metric else ()
+            measured = of_all_ranks(self._world, counts.measured) if self._metric else []
         accuracy = right / answers if answers else None
         batch = self.batch
         return EvalRecord(
@@ -105,7 +105,7 @@ class Evaluator:
             batch.count,
             batch.samples,
             batch.length,
-            means(measured),
+            self._metric.result(measured) if self._metric else {},
         )
 
     def _own_sizes(self) -> list[Sizes] | None:
@@ -171,7 +171,8 @@ class _Counts(ActionObserver):
         labels = self.labels.get(micro_batch)
         if self._metric is not None and self._metric.is_made_by(outputs):
             values = self._metric.of(micro_batch, outputs, labels)
-            add(self.measured, values, round(self._shares[micro_batch] * self._size))
+            samples = round(self._shares[micro_batch] * self._size)
+            self._metric.add(self.measured, values, samples)
         if labels is None or self._logits not in outputs:
             return
         del self.labels[micro_batch]

@@ -37,6 +37,17 @@ def margin(outputs, target):
     first = (target == 0).double().mean()
     return {{"margin": (best[:, 0] - best[:, 1]).double().mean(), "first": first}}
 
+class Scores:
+    def __call__(self, outputs, target):
+        said, true = outputs.argmax(-1) == 0, target == 0
+        loss = torch.nn.functional.cross_entropy(outputs, target, reduction="sum")
+        return {{"loss of all": loss.double(), "right": (said & true).sum(),
+                "said": said.sum() + true.sum(), "count": len(target)}}
+
+    def finish(self, sums):
+        perplexity = torch.as_tensor(sums["loss of all"] / sums["count"]).exp()
+        return {{"perplexity": perplexity, "f1": 2 * sums["right"] / sums["said"]}}
+
 def mean(outputs, target):
     return outputs.mean()
 
@@ -81,14 +92,19 @@ def train(
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def expected(folder: Path, output: Path) -> dict[str, float]:
+def expected(folder: Path, output: Path, metric: str = "margin") -> dict[str, float]:
     """The metric of all 22 samples at once, of the weights of the run."""
     space: dict[str, Any] = {}
     exec(OWN, space)
     rows = space["rows"](22)
     pipe = load(folder / "mlp", weights=output).eval()
     with torch.no_grad():
-        found = space["margin"](pipe(rows["x"]), rows["target"])
+        outputs = pipe(rows["x"])
+        if metric == "Scores":
+            scores = space["Scores"]()
+            found = scores.finish(scores(outputs, rows["target"]))
+        else:
+            found = space["margin"](outputs, rows["target"])
     return {name: float(value) for name, value in found.items()}
 
 
@@ -114,6 +130,17 @@ def test_a_metric_is_the_mean_over_all_samples(
     assert end["metrics"] == {name: evaluated[name] for name in MARGIN}
     series = metrics_of_evaluations(read_run(tmp_path / "run"))
     assert series["margin"] == ((2.0, evaluated["margin"]),) and "accuracy" in series
+
+
+def test_a_metric_that_is_no_mean_is_made_of_sums_over_all_replicas(
+    folder: Path, tmp_path: Path
+) -> None:
+    lines = train(
+        folder, tmp_path / "run", metric="Scores", schedule="1f1b", replicas=2, eval_every=1
+    )
+    evaluated = [line for line in lines if line["event"] == "eval"][-1]
+    for name, value in expected(folder, tmp_path / "run", "Scores").items():
+        assert evaluated[name] == pytest.approx(value, rel=1e-6)
 
 
 def test_a_metric_of_a_model_with_labels_gets_its_logits_and_labels(

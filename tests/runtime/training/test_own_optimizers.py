@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from asyncpipe.runtime.checkpoint.resuming import with_options_of_run
 from asyncpipe.runtime.config.batch_layout import StepBatch
+from asyncpipe.runtime.config.option_files import settings_from
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.data.task import SampleOrder
 from asyncpipe.runtime.errors import AsyncPipeError
@@ -156,6 +158,8 @@ def test_a_resumed_run_continues_to_the_last_bit(
     whole = train(folder / "mlp", tmp_path / "whole", **options)
     assert any(name.startswith("optimizer.layers.1.weight.") for name in whole.state)
     assert_goes_on_as(whole, folder / "mlp", 2, **options)
+    alone = with_options_of_run({"resume": str(tmp_path / "whole")})  # as --resume RUN
+    assert make_job(settings_from(alone)).config.optimizer == options["optimizer"]
 
 
 def test_a_tied_weight_has_a_group_of_its_own_with_the_options_of_its_old_one(
