@@ -35,7 +35,14 @@ from .aliasing import (
 from .arguments import Arguments, read_arguments, verify_arguments, verify_hooks
 from .batch_dimension import corrected, find_batch, fixed, with_places
 from .check import check_capture
-from .fake_inputs import Dynamic, PinnedSizeError, UnseenError, ValuesError, both
+from .fake_inputs import (
+    Dynamic,
+    PinnedSizeError,
+    RandomDecisionError,
+    UnseenError,
+    ValuesError,
+    both,
+)
 from .graph import Capture, run, tensor_spec
 from .leaf_modules import AutomaticLeaves, FailedTrace, LeafRule, leaf_rule
 from .model_state import in_mode, is_on_meta, unchanged
@@ -257,7 +264,7 @@ def find_capture(request: Request, method: str) -> Capture:
 def _other_ways(error: CaptureError, method: str) -> list[Callable[[Request], Capture]]:
     if not isinstance(error, (UnseenError, PinnedSizeError)):
         return []  # The tracer saw it, and no graph can hold it.
-    if method == "tracer" or isinstance(error, PinnedSizeError):
+    if method == "tracer" or isinstance(error, (PinnedSizeError, RandomDecisionError)):
         return [_by_leaves]
     if isinstance(error, ValuesError):
         return [_by_leaves, _by_dynamo]

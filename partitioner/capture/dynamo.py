@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 
+from ...runtime.plan.structure import is_named_tuple
 from .fake_inputs import Dynamic
 from .leaf_modules import LeafRule
 from .model_state import in_mode, is_on_meta, silent, unchanged, without_cache
@@ -210,6 +211,8 @@ def _plain(value: Any) -> Any:
     """
     if value is None or isinstance(value, (Tensor, int, float, str)):
         return value
+    if is_named_tuple(value):
+        return type(value)(*map(_plain, value))
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     if isinstance(value, list):

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...runtime.errors import CaptureError
-from .arguments import map_leaves, tensors_in
+from .arguments import map_leaves, map_result, tensors_in
 from .dynamo import TorchGraph
 from .fake_inputs import FakeWorld
 from .source_lines import SourceLine, is_good_name, short_name, user_lines
@@ -67,7 +67,7 @@ class _Replay:
         """Runs nodes up to the end of the current module, and returns its result."""
         for node in nodes:
             if node.op == "output" or node.target is self._exported.leave:
-                return self._value(node.args[0])
+                return map_result(self._leaf, node.args[0])
             if node.target is self._exported.assigned:
                 values = self._value(node.args[0])
                 for (module, name), value in zip(self._exported.buffers, values, strict=True):

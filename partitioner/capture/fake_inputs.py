@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 
 from ...runtime.errors import CaptureError
 from .arguments import Arguments, describe_arguments
+from .leaf_modules import is_constructible, is_importable
 from .source_lines import place, source_text, user_frame_of, user_frames, user_lines
 from .values import Size
 
@@ -315,6 +316,10 @@ class ValuesError(UnseenError):
     """A forward that reads values out of tensors."""
 
 
+class RandomDecisionError(UnseenError):
+    """A forward with a random decision that is no if with an else."""
+
+
 # Not in range(): a graph has a fixed number of iterations, with or without int().
 _NUMBER = re.compile(r"^(?!.*\brange\().*?\b(int|float)\(")
 _DATA_DEPENDENT = (
@@ -323,11 +328,16 @@ _DATA_DEPENDENT = (
 
 
 def explained(
-    error: Exception, model: nn.Module, given: Arguments, drawn: Collection[sympy.Basic] = ()
+    error: Exception,
+    model: nn.Module,
+    given: Arguments,
+    drawn: Collection[sympy.Basic] = (),
+    state: str = "",
 ) -> CaptureError:
     """An exception of the model's forward as a CaptureError with its line and cure.
 
-    `drawn` are the symbols of numbers that Python or NumPy draws.
+    `drawn` are the symbols of numbers that Python or NumPy draws, `state` is the parameter or
+    buffer on which a condition depends.
     """
     frame_and_line = user_frame_of(error.__traceback__)
     if frame_and_line is None:
@@ -349,8 +359,9 @@ def explained(
     if isinstance(error, _DATA_DEPENDENT):
         number = _NUMBER.search(text)
         other = f"write .item() without {number[1]}()" if number else "use torch.where"
+        whose = f", those of {state}, which may change from call to call" if state else ""
         return ValuesError(
-            f'cannot trace {where}: "{text}" depends on tensor values.',
+            f'cannot trace {where}: "{text}" depends on tensor values{whose}.',
             f"Keep it inside one stage: {leaf} · or {other} · details: -v",
         )
     if "numpy() is not supported" in str(error):
@@ -374,9 +385,15 @@ def _leaf(frame: FrameType, model: nn.Module) -> str:
     while frame.f_back is not None and not _is_forward(frame):
         frame = frame.f_back
     owner = frame.f_locals.get("self")
-    if isinstance(owner, nn.Module) and any(owner is inner for inner in list(model.modules())[1:]):
-        return f"--leaf {type(owner).__name__}"
-    return "move it into a module of its own and use --leaf"
+    path = next((path for path, module in model.named_modules() if path and module is owner), None)
+    if not isinstance(owner, nn.Module) or path is None:
+        return "move it into a module of its own and use --leaf"
+    kind = type(owner).__name__
+    if is_constructible(owner, path, model) or not is_importable(type(owner)):
+        return f"--leaf {kind}"
+    return (
+        f"store the arguments of {kind}.__init__ as attributes of their names, then --leaf {kind}"
+    )
 
 
 def _is_forward(frame: FrameType) -> bool:

@@ -123,6 +123,12 @@ class Constructor:
 def construct(module: nn.Module, path: str, model: nn.Module | None = None) -> Constructor:
     """The constructor of a leaf module at `path` of `model`; raises PlanError if there is none."""
     kind = type(module)
+    if not is_importable(kind):
+        raise PlanError(
+            f"cannot write a constructor for {path} ({kind.__name__}): its class is defined in a "
+            "function or in the script that runs, and a stage cannot import it.",
+            f"Define {kind.__name__} at the top level of a module of its own.",
+        )
     required, optional = _parameters(module)
     given = next(
         (
@@ -134,7 +140,7 @@ def construct(module: nn.Module, path: str, model: nn.Module | None = None) -> C
         ),
         None,
     )
-    if given is None or not _is_importable(kind):
+    if given is None:
         raise PlanError(
             f"cannot write a constructor for {path} ({kind.__name__}): __init__ with arguments "
             f"from its attributes builds no module with the same tensors.",
@@ -214,7 +220,8 @@ def _is_index(name: str) -> bool:
     return name.rpartition("_")[2] in ("idx", "id", "index", "number", "num", "i")
 
 
-def _is_importable(kind: type) -> bool:
+def is_importable(kind: type) -> bool:
+    """True if a stage can import a class."""
     return kind.__module__ != "__main__" and "<locals>" not in kind.__qualname__
 
 
@@ -405,7 +412,7 @@ class AutomaticLeaves:
             if kind in self._tried or kind.__module__.startswith("torch.nn"):
                 continue
             self._tried.add(kind)
-            if self._is_small(module) and _is_constructible(module, path, self._model):
+            if self._is_small(module) and is_constructible(module, path, self._model):
                 self._kept[kind] = f"{kind.__name__} is kept as one operation: {error.what}"
                 return True
         return False
@@ -429,7 +436,8 @@ class AutomaticLeaves:
         return 2 * own <= all_
 
 
-def _is_constructible(module: nn.Module, path: str, model: nn.Module) -> bool:
+def is_constructible(module: nn.Module, path: str, model: nn.Module) -> bool:
+    """True if the constructor of a module can be written, so that it can be a leaf."""
     try:
         construct(module, path, model)
     except PlanError:

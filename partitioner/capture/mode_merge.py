@@ -14,20 +14,18 @@ two traces has go into a region of the decision, and later nodes read a choice:
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor, fx
 
-from ...runtime.errors import CaptureError
 from ...runtime.plan.structure import is_named_tuple
+from .fake_inputs import RandomDecisionError
 from .graph import is_external, prune
 from .leaf_modules import FailedTrace
-from .random_numbers import Draw
 from .values import IfTraining, Region, Size
 
 Pair = tuple[fx.Node, fx.Node]
@@ -130,12 +128,14 @@ def aligned(train: fx.Graph, evaluation: fx.Graph) -> list[Pair]:
     calls in order."""
 
     calls = calls_of(train), calls_of(evaluation)
-    return [*common_externals(train, evaluation), *common_calls(*calls)]
+    return [*common_externals(train, evaluation), *common_calls(*calls, _key_in_mode)]
 
 
-def common_calls(nodes: Sequence[fx.Node], others: Sequence[fx.Node]) -> list[Pair]:
-    """The pairs of an approximately longest common subsequence."""
-    keys, other_keys = [*map(call_key, nodes)], [*map(call_key, others)]
+def common_calls(
+    nodes: Sequence[fx.Node], others: Sequence[fx.Node], key: Callable[[fx.Node], Any]
+) -> list[Pair]:
+    """The pairs of an approximately longest common subsequence of equal keys."""
+    keys, other_keys = [*map(key, nodes)], [*map(key, others)]
     pairs: list[Pair] = []
     for block in SequenceMatcher(None, keys, other_keys, autojunk=False).get_matching_blocks():
         pairs += zip(nodes[block.a :][: block.size], others[block.b :][: block.size], strict=True)
@@ -147,18 +147,27 @@ def call_key(node: fx.Node) -> tuple[Any, ...]:
     return node.op, node.target, node.meta["source"], node.meta["calls"]
 
 
+def _key_in_mode(node: fx.Node) -> tuple[Any, ...]:
+    """`call_key` for graphs with the regions of their decisions: a call that a decision adds is
+    never a call of a mode without the decision."""
+    added = tuple(region.decision for region in node.meta["regions"] if region.kind == "if")
+    return *call_key(node), added
+
+
 def merged_arguments(
     train: Any,
     other: Any,
     same: Callable[[fx.Node, fx.Node], fx.Node | None],
+    choose: Callable[[Any, Any], Any] = IfTraining,
 ) -> Any:
-    """Arguments for both modes; `same` gives the node that stands for two.
+    """Arguments for both traces; `same` gives the node that stands for two, and `choose` the value
+    that stands for two constants.
 
     Raises Different if there are none.
     """
 
     def merge(a: Any, b: Any) -> Any:
-        return merged_arguments(a, b, same)
+        return merged_arguments(a, b, same, choose)
 
     if isinstance(train, fx.Node) and isinstance(other, fx.Node):
         return same(train, other)
@@ -182,7 +191,7 @@ def merged_arguments(
         return train
     if isinstance(train, Size) or isinstance(other, Size):
         raise Different
-    return IfTraining(train, other)
+    return choose(train, other)
 
 
 def _has_node(value: Any) -> bool:
@@ -194,48 +203,6 @@ def _has_node(value: Any) -> bool:
 def unless(condition: Any, computed: Any, former: Any) -> Any:
     """`former` where the condition holds, else `computed`."""
     return former if condition else computed
-
-
-# Functions that draw a number from 0 (included) to 1 (excluded).
-_UNIT_DRAWS = (
-    "random.random", "np.random.rand", "np.random.random", "np.random.random_sample",
-)  # fmt: skip
-_RELATIONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
-
-
-def is_drawn(condition: fx.Node) -> bool:
-    """True if a condition compares a random number of every forward with a fixed one.
-
-    The random number is one of torch between 0 and 1, or any of Python's and NumPy's.
-    """
-    if condition.target not in _RELATIONS:
-        return False
-    left, right = condition.args
-    if isinstance(left, fx.Node) and left.target is torch.rand:
-        return condition.target is operator.lt and isinstance(right, (int, float))
-    return all(map(_is_drawn_number, condition.all_input_nodes))
-
-
-def _is_drawn_number(node: fx.Node) -> bool:
-    if node.meta.get("draws_numbers"):
-        return True
-    inputs = node.all_input_nodes
-    return (
-        not isinstance(node.meta["val"], Tensor)
-        and bool(inputs)
-        and all(map(_is_drawn_number, inputs))
-    )
-
-
-def is_never_true(condition: fx.Node) -> bool:
-    """True for the comparison of a non-negative random number with 0 by `<`."""
-    if condition.target is not operator.lt or condition.args[1] != 0:
-        return False
-    drawn = condition.args[0]
-    return isinstance(drawn, fx.Node) and (
-        drawn.target is torch.rand
-        or (isinstance(drawn.target, Draw) and drawn.target.text in _UNIT_DRAWS)
-    )
 
 
 class Traced(Protocol):
@@ -273,7 +240,7 @@ def both_ways(run: Callable[[frozenset[int]], Trace]) -> Ways[Trace]:
     for place, condition in enumerate(tracer.decisions):
         others[place] = run(true ^ {place})
         if len(others[place].decisions) != len(tracer.decisions):  # A decision within another.
-            raise FailedTrace(undecided(condition), ())
+            raise undecided(condition)
         if len(others[place].graph.nodes) > len(tracer.graph.nodes):
             tracer, true, others = others[place], true | {place}, {}
     for place in range(len(tracer.decisions)):
@@ -312,12 +279,12 @@ class _Decision:
         self.now: dict[fx.Node, fx.Node] = {node.meta["made"]: node for node in chosen}
         copied = (node for node in graph.nodes if node.meta.get("copied"))
         self.former = {*chosen, *copied}
-        self.pairs = [*common_externals(graph, other), *self._same_calls()]
+        self.pairs = [*common_externals(graph, other), *filter(_alike, self._same_calls())]
+        self.pairs.sort()
         self.partner = {theirs: ours for ours, theirs in self.pairs}
         self.copies: dict[fx.Node, fx.Node] = {}  # Nodes of the other graph in this one.
         self.storages: dict[int, int] = {}
         self.choices: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
-        self.last = condition
 
     def write(self) -> None:
         if any(region.decision >= 0 for region in self.condition.meta["regions"]):
@@ -334,11 +301,16 @@ class _Decision:
         self._copy_others()
         hint = "kept" if self.is_true else "dropped"
         self.condition.meta["hint"] = "drawn" if self.copies else hint
-        self.last = max([self.condition, *alone])
+        ends = [self.condition, *alone]
         for node, theirs in self.pairs:
             if not is_external(node):
-                node.args = merged_arguments(node.args, theirs.args, self._chosen)
-                node.kwargs = merged_arguments(node.kwargs, theirs.kwargs, self._chosen)
+                last = max((end for end in ends if end < node), default=self.condition)
+                chosen = partial(self._chosen, last)
+                node.args = merged_arguments(node.args, theirs.args, chosen)
+                node.kwargs = merged_arguments(node.kwargs, theirs.kwargs, chosen)
+        readers = {user for node in alone for user in node.users}
+        if readers & self.former:
+            raise Different  # Another decision's branch reads a value that this one decides.
 
     def _same_calls(self) -> list[Pair]:
         """The calls of both graphs: all before the decision, and the common ones after it."""
@@ -353,7 +325,8 @@ class _Decision:
             end += 1
         between = (side[start : len(side) - end] for side in (nodes, others))
         outside = (side[:start] + side[len(side) - end :] for side in (nodes, others))
-        return [*zip(*outside, strict=True), *common_calls(*between)]
+        ours, theirs = between
+        return [*zip(*outside, strict=True), *common_calls(ours, theirs, call_key)]
 
     def _place(self, node: fx.Node, is_true: bool, regions: tuple[Region, ...]) -> None:
         region = Region("if" if is_true else "unless", decision=self.decision)
@@ -399,15 +372,16 @@ class _Decision:
             raise Different  # Made before the decision: it may stand for itself or for the choice.
         return choice
 
-    def _chosen(self, computed: fx.Node, theirs: fx.Node) -> fx.Node:
+    def _chosen(self, last: fx.Node, computed: fx.Node, theirs: fx.Node) -> fx.Node:
         if self.partner.get(theirs) is computed:
             return computed
         former = self._standing_for(theirs)
         if former is computed:
             return computed
         if (computed, former) not in self.choices:
-            last = max(computed, former, self.last)
-            self.choices[computed, former] = self._choice(computed, former, last)
+            self.choices[computed, former] = self._choice(
+                computed, former, max(computed, former, last)
+            )
         return self.choices[computed, former]
 
     def _choice(self, computed: fx.Node, former: fx.Node, last: fx.Node) -> fx.Node:
@@ -429,6 +403,23 @@ class _Decision:
         return node
 
 
+def _alike(pair: Pair) -> bool:
+    """False for calls with different constants: a decision chooses between their results."""
+
+    def refuse(constant: Any, other: Any) -> None:
+        raise Different
+
+    node, twin = pair
+    try:
+        for ours, theirs in ((node.args, twin.args), (node.kwargs, twin.kwargs)):
+            merged_arguments(ours, theirs, lambda value, other: value, refuse)
+    except Different:
+        if node.op == "output":
+            raise
+        return False
+    return True
+
+
 def _storages(node: fx.Node) -> list[int]:
     return sorted(node.meta["storages"])
 
@@ -438,11 +429,13 @@ def is_of_training(condition: fx.Node) -> bool:
     return Region("training") in condition.meta["regions"]
 
 
-def undecided(condition: fx.Node) -> CaptureError:
-    """The error for a random decision that cannot be an if with an else in the graph."""
+def undecided(condition: fx.Node) -> FailedTrace:
+    """The failure at a random decision that cannot be an if with an else in the graph."""
     file, line = condition.meta["source"]
-    return CaptureError(
+    error = RandomDecisionError(
         f"{file}:{line} decides at random in a way that cannot be an if with an else: within "
-        "another such decision, or between values of different shapes.",
+        "another such decision, about a value that another one makes, or between values of "
+        "different shapes.",
         "Set the probability to 0, or keep the module as one node: --leaf Class.",
     )
+    return FailedTrace(error, [call.path for call in condition.meta["calls"]])

@@ -122,7 +122,7 @@ class _ModeCapture:
             try:
                 add_decision(ways, place, number)
             except Different:
-                raise FailedTrace(undecided(condition), ()) from None
+                raise undecided(condition) from None
         return ways.tracer
 
     def _runs(self, sizes: Mapping[str, int], training: bool) -> bool:
@@ -276,7 +276,7 @@ def trace_forward(
         except CaptureError as error:
             raise FailedTrace(error, tracer.failed_in(error)) from error.__cause__
         except Exception as error:
-            reason = explained(error, model, given, tracer.drawn_symbols)
+            reason = explained(error, model, given, tracer.drawn_symbols, tracer.state_asked)
             raise FailedTrace(reason, tracer.failed_in(error)) from error
         if (now := list(model.modules())) != modules:
             modules = now  # New modules draw random numbers, but only in the first run.

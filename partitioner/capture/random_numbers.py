@@ -10,6 +10,7 @@ error with the line; draws that bypass the patches show in the generators' state
 
 from __future__ import annotations
 
+import operator
 import os
 import random
 import secrets
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import sympy
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...runtime.errors import CaptureError
@@ -288,3 +289,42 @@ def has_hidden_draws(module: nn.Module) -> bool:
     """True if a module draws inside an operator without the random tag: dropout between the
     layers of a recurrent network."""
     return isinstance(module, nn.RNNBase) and module.training and module.dropout > 0
+
+
+# Functions that draw a number from 0 (included) to 1 (excluded).
+_UNIT_DRAWS = (
+    "random.random", "np.random.rand", "np.random.random", "np.random.random_sample",
+)  # fmt: skip
+_RELATIONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
+
+
+def is_drawn(condition: fx.Node) -> bool:
+    """True if a condition follows from random numbers, sizes and constants alone: each forward
+    decides again, and the generators alone decide."""
+    nodes = ancestors(condition)
+    if not isinstance(condition.meta["val"], Tensor) and condition.target not in _RELATIONS:
+        return False
+    return any(node.meta["random"] for node in nodes) and all(
+        node.op in ("call_function", "call_method") for node in nodes
+    )
+
+
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """A node, and the nodes from which it follows."""
+    waiting, seen = [node], {node}
+    while waiting:
+        fresh = [used for used in waiting.pop().all_input_nodes if used not in seen]
+        seen.update(fresh)
+        waiting += fresh
+    return seen
+
+
+def is_never_true(condition: fx.Node) -> bool:
+    """True for the comparison of a non-negative random number with 0 by `<`."""
+    if condition.target is not operator.lt or condition.args[1] != 0:
+        return False
+    drawn = condition.args[0]
+    return isinstance(drawn, fx.Node) and (
+        drawn.target is torch.rand
+        or (isinstance(drawn.target, Draw) and drawn.target.text in _UNIT_DRAWS)
+    )

@@ -27,8 +27,8 @@ from .arguments import Arguments
 from .bindings import Bindings
 from .fake_inputs import FakeWorld
 from .graph import Capture, must_fail, must_hold, run, tensor_spec
-from .mode_merge import is_drawn, is_never_true
 from .model_state import seed_all, unchanged
+from .random_numbers import ancestors, is_drawn, is_never_true
 from .source_lines import short_path, source_text
 from .values import CallSite, known_answer
 
@@ -47,6 +47,7 @@ class Readings:
 
     decisions: the conditions on random numbers, in order
     notes: remarks for the user
+    state_asked: the parameter or buffer on which the last condition without an answer depends
 
     `site` gives the frames, module calls and regions of the current line; `true` are the numbers
     of the decisions that are true.
@@ -61,6 +62,7 @@ class Readings:
         true: Collection[int],
     ) -> None:
         self.decisions: list[fx.Node] = []
+        self.state_asked = ""
         self._true = true
         self.notes: list[str] = []
         self._bindings, self._world, self._shadow, self._site = bindings, world, shadow, site
@@ -149,12 +151,14 @@ class Readings:
             self.decisions.append(condition)
             self._decided[condition] = len(self.decisions) - 1 in self._true
             return self._decided[condition]
-        nodes = _ancestors(condition)
+        nodes = ancestors(condition)
         is_given = any(node.op == "placeholder" for node in nodes)
         if not is_given and any(
             node.op in ("get_attr", "call_module") or node.meta["random"] for node in nodes
         ):
-            return None  # State and random numbers change until the next call.
+            # State and random numbers change until the next call.
+            self.state_asked = next((str(n.target) for n in nodes if n.op == "get_attr"), "")
+            return None
         answers: set[bool] = set(self._read(condition, bool))
         if len(answers) != 1:
             return None
@@ -208,15 +212,6 @@ class Readings:
         named = part.xreplace(self._world.env.named)
         size = self._world.as_size(named)
         return self.node(part) if self._world.is_data_dependent((size,)) else size
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    waiting, seen = [node], {node}
-    while waiting:
-        fresh = [used for used in waiting.pop().all_input_nodes if used not in seen]
-        seen.update(fresh)
-        waiting += fresh
-    return seen
 
 
 class Shadow:

@@ -162,6 +162,11 @@ class Tracer(TorchFunctionMode):
         """The symbols of random numbers of Python or NumPy."""
         return self._readings.drawn_symbols
 
+    @property
+    def state_asked(self) -> str:
+        """The parameter or buffer of the last condition that forward asks without an answer."""
+        return self._readings.state_asked
+
     def draw(self, draw: Draw, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The symbol of a random number, with a node that draws it in every forward."""
         with self.quiet():

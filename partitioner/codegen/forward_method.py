@@ -125,9 +125,10 @@ class _Writer:
         )
         self._choices = Choices(body.items, self._reads)
         self._decided = {
-            item.node.meta["decision"]: item.node
+            node.meta["decision"]: node
             for item in body.items
-            if isinstance(item, Op) and "decision" in item.node.meta
+            for node in item.nodes
+            if "decision" in node.meta
         }
 
     def forward(self, method: str = "forward") -> Forward:

@@ -115,7 +115,7 @@ class _Decides(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         if self.how == "branch":
-            if torch.rand(()) > 0.5:
+            if torch.rand(()) > x.mean() + 0.5:
                 return x
         if self.how == "item":
             return x * int((x > 0).sum())
@@ -135,13 +135,14 @@ class _Outer(nn.Module):
         return self.router(x)
 
 
-def test_a_branch_on_a_random_number_is_an_error_at_its_line() -> None:
+def test_a_branch_on_a_random_number_and_an_input_is_an_error_at_its_line() -> None:
     with pytest.raises(CaptureError) as caught:
         capture(_Decides("branch"), {"x": X})
     line = _Decides.forward.__code__.co_firstlineno + 2
     assert caught.value.what.startswith("cannot trace _Decides.forward at ")
     assert caught.value.what.endswith(
-        f'test_capture_sizes.py:{line}: "if torch.rand(()) > 0.5:" depends on tensor values.'
+        f'test_capture_sizes.py:{line}: "if torch.rand(()) > x.mean() + 0.5:" '
+        "depends on tensor values."
     )
     assert "a module of its own" in caught.value.cure and "torch.where" in caught.value.cure
 

@@ -83,6 +83,22 @@ def test_a_module_of_its_own_is_kept_whole_with_a_note_that_quotes_it(work: Any,
     assert note.startswith("Inner is kept as one operation: ") and f'"{text}"' in note
 
 
+class Sized(nn.Module):
+    """No attribute holds the argument of its constructor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return branches(self, x)
+
+
+def test_a_module_whose_arguments_are_lost_has_to_store_them_before_it_is_a_leaf() -> None:
+    error = told(nn.Sequential(Sized(4), nn.Linear(4, 4)), input=ONES)
+    assert "store the arguments of Sized.__init__ as attributes of their names" in error.cure
+
+
 def loops_over_samples(module: Any, x: Tensor) -> Tensor:
     return torch.stack([module.linear(row) for row in x])
 

@@ -6,11 +6,11 @@ import gc
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import Capture, IfTraining, Region, capture, dynamo
@@ -130,6 +130,22 @@ def kinds(captured: Capture) -> list[str]:
 
 def leaves(captured: Capture) -> list[str]:
     return [str(node.target) for node in captured.graph.nodes if node.op == "call_module"]
+
+
+class Bounds(NamedTuple):
+    low: Tensor
+    high: Tensor
+
+
+class Bounded(nn.Module):
+    def forward(self, x: Tensor) -> Bounds:
+        return Bounds(x - 1, x + 1)
+
+
+def test_a_named_tuple_stays_one() -> None:
+    captured = capture(Bounded(), {"x": torch.randn(4, 3)}, method="dynamo")
+    (output,) = captured.graph.find_nodes(op="output")
+    assert isinstance(output.args[0], Bounds)
 
 
 def test_one_tensor_for_two_inputs_stays_two_inputs() -> None:

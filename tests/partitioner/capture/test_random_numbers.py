@@ -98,6 +98,44 @@ class Teacher(nn.Module):
         return torch.stack(said, 1)
 
 
+class Constants(Layers):
+    """Decisions about numbers, of which one is made in training only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 0.5 if self.training and random.random() < 0.5 else 2.0
+        x = self.layers[0](x)
+        x *= scale
+        dim = -1 if np.random.rand() < 0.5 else 0
+        return self.head(x.softmax(dim))
+
+
+class Between(Layers):
+    """A call that both branches of a decision share stands between two that one branch has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        negative = random.random() < 0.5
+        if negative:
+            x = self.layers[0](x)
+        total = x.sum()
+        if negative:
+            x = x.relu()
+        return self.head(x) + total
+
+
+class Asked(Layers):
+    """Questions to torch's generator, as authors write them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, kept in zip(self.layers, torch.empty(4).uniform_() > 0.5, strict=True):
+            if kept:
+                x = layer(x)
+        if self.training and torch.rand(1).item() >= 0.5:
+            x = x.relu()
+        if torch.randint(0, 2, (1,)) == 1:
+            x = -x
+        return self.head(x)
+
+
 def _assert_same(model: nn.Module, pipe: Any, seeds: int = 20) -> int:
     """Equal bits, and equal generators afterwards; the number of different results in training."""
     seen = set()
@@ -116,14 +154,16 @@ def _assert_same(model: nn.Module, pipe: Any, seeds: int = 20) -> int:
     return len(seen)
 
 
-@pytest.mark.parametrize("build", [LayerDropout, Kept, Scaled, Mixed, Teacher])
+@pytest.mark.parametrize(
+    "build", [LayerDropout, Kept, Scaled, Mixed, Teacher, Constants, Between, Asked]
+)
 def test_numbers_are_drawn_anew(build: Callable[[], nn.Module], tmp_path: Path) -> None:
     torch.manual_seed(0)
     random.seed(5)
     model, before = build(), number_state()
     plan = asyncpipe.partition(model, (X,), stages=2, output=tmp_path / "cut", profile="analytic")
     assert torch.equal(number_state(), before)  # The caller's generators.
-    assert any(stage.draws_numbers for stage in plan.stages)
+    assert any(stage.draws_numbers for stage in plan.stages) is (build is not Asked)
     assert _assert_same(model, asyncpipe.load(tmp_path / "cut")) > 1
 
 
@@ -275,9 +315,16 @@ class Nested(Layers):
         return x
 
 
+class Shared(Layers):
+    def changed(self, x: Tensor) -> Tensor:
+        shift = 1.0 if random.random() < 0.5 else 2.0
+        return x * (2.0 if random.random() < 0.5 else 3.0) + shift
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
+        (Shared, r"decides at random in a way .* about a value that another one makes"),
         (Root, r"depends on a number drawn at random, by more than an if"),
         (Nested, r"decides at random in a way that cannot be an if with an else: within"),
     ],
