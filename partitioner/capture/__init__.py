@@ -118,7 +118,7 @@ def capture(
     verify_hooks(model)
     given = read_arguments(model, example_inputs)
     verify_arguments(model, example_inputs)
-    request = Request(
+    request = CaptureRequest(
         model=model,
         given=given,
         dimensions=_dimensions(model, given, dynamic, batch_dim, sequence_dim),
@@ -145,7 +145,7 @@ def _verify_options(mode: str, method: str) -> None:
         )
 
 
-def _with_tables(request: Request, method: str) -> Capture:
+def _with_tables(request: CaptureRequest, method: str) -> Capture:
     """The capture, if need be with the buffers that the first call of the model makes."""
     try:
         return _captured_unchanged(request, method)
@@ -160,7 +160,7 @@ def _with_tables(request: Request, method: str) -> Capture:
     )
 
 
-def _captured_unchanged(request: Request, method: str) -> Capture:
+def _captured_unchanged(request: CaptureRequest, method: str) -> Capture:
     """The capture; the model is restored, but keeps submodules that forward has added."""
     with unchanged(request.model):
         captured = find_capture(request, method)
@@ -214,7 +214,7 @@ def _dimensions(
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CaptureRequest:
     """The input of a capture.
 
     model: the model
@@ -235,7 +235,7 @@ class Request:
     modes: tuple[bool, ...]
 
 
-def find_capture(request: Request, method: str) -> Capture:
+def find_capture(request: CaptureRequest, method: str) -> Capture:
     """The capture by the first method that gives a graph; `method` is one of METHODS.
 
     Raises the tracer's CaptureError, which names the user's line, if none does.
@@ -261,7 +261,7 @@ def find_capture(request: Request, method: str) -> Capture:
     raise first
 
 
-def _other_ways(error: CaptureError, method: str) -> list[Callable[[Request], Capture]]:
+def _other_ways(error: CaptureError, method: str) -> list[Callable[[CaptureRequest], Capture]]:
     if not isinstance(error, (UnseenError, PinnedSizeError)):
         return []  # The tracer saw it, and no graph can hold it.
     if method == "tracer" or isinstance(error, (PinnedSizeError, RandomDecisionError)):
@@ -271,15 +271,15 @@ def _other_ways(error: CaptureError, method: str) -> list[Callable[[Request], Ca
     return [_by_dynamo, _by_leaves]
 
 
-def _by_leaves(request: Request) -> Capture:
+def _by_leaves(request: CaptureRequest) -> Capture:
     return _captured(request, trace_forward, AutomaticLeaves(request.model, request.is_leaf))
 
 
-def _by_dynamo(request: Request) -> Capture:
+def _by_dynamo(request: CaptureRequest) -> Capture:
     return _captured(replace(request, check=True), trace_dynamo, None)
 
 
-def _captured(request: Request, trace: Trace, automatic: AutomaticLeaves | None) -> Capture:
+def _captured(request: CaptureRequest, trace: Trace, automatic: AutomaticLeaves | None) -> Capture:
     """A capture by one method, with as many free sizes as possible."""
     model, given, dims = request.model, request.given, request.dimensions.dims
     is_leaf = automatic.is_leaf if automatic else request.is_leaf

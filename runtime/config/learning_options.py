@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ..limits import Choice, Either, Flag, ListOf, Number, Text, Whole, form, path
@@ -26,6 +26,11 @@ _data = partial(option, group=DATA)
 _learns = partial(option, group=OPTIMIZER)
 
 CODE = Text("FILE.py:FUNCTION", "mine.py:make", form(r"(?s).+:[A-Za-z_]\w*"))
+_SCHEDULE = replace(
+    CODE,
+    words="FILE.py:FUNCTION (linear, cosine and wsd are values of --decay)",
+    example="schedules.py:inverse_root",
+)
 STEPS = Whole(0, 10**12, 100)
 POSITIVE_STEPS = Whole(1, 10**12, 10)
 
@@ -270,7 +275,7 @@ class LearningOptions:
     )
     lr_schedule: str | None = _learns(
         None,
-        CODE,
+        _SCHEDULE,
         "Learning rate schedule in place of --warmup and --decay: file.py:function, whose "
         "function(step, steps) returns the factor of --lr at a step, counted from 0.",
         compared=True,

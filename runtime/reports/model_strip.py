@@ -59,7 +59,7 @@ class StageSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutMark:
     """The line between two stages, and the bytes that cross it from one to the next."""
 
     x: float
@@ -89,7 +89,7 @@ class ModelStrip:
     top: int
     bottom: int
     stages: tuple[StageSpan, ...]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[CutMark, ...]
     arcs: tuple[Arc, ...]
     width: ClassVar[int] = STRIP_WIDTH
 
@@ -266,9 +266,9 @@ def _common_prefix(names: Sequence[str]) -> str:
 
 def _cuts(
     stages: Sequence[StageSpan], sent: dict[tuple[int, int], _Link], bottom: int
-) -> tuple[Cut, ...]:
+) -> tuple[CutMark, ...]:
     """A line at the end of each stage but the last; labels that would overlap are in rows."""
-    cuts: list[Cut] = []
+    cuts: list[CutMark] = []
     ends: list[float] = []  # of the last label of each row
     for stage in range(len(stages) - 1):
         x = stages[stage + 1].x
@@ -278,7 +278,7 @@ def _cuts(
         row = next((at for at, end in enumerate(ends) if end < label_x - half), len(ends))
         ends[row : row + 1] = [label_x + half + 8]
         label_y = bottom + 17 + _LINE * row
-        cuts.append(Cut(x, round(label_x, 2), label_y, link.label, link.title))
+        cuts.append(CutMark(x, round(label_x, 2), label_y, link.label, link.title))
     return tuple(cuts)
 
 

@@ -160,7 +160,7 @@ def check_alike(
         )
 
 
-class StreamFeed:
+class GivenFeed:
     """The number of a micro-batch -> its values, out of a stream of batches.
 
     A batch is read when its first micro-batch is asked for, and dropped after its last.

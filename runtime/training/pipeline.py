@@ -45,8 +45,8 @@ from .evaluation import forward_schedule
 from .given_batches import (
     EvalResult,
     Evaluated,
+    GivenFeed,
     StepResult,
-    StreamFeed,
     check_alike,
     gather_outputs,
     shared_loss,
@@ -239,7 +239,7 @@ class Pipeline(TrainedStages):
             return
         shape = self._split(head[0])
         check_alike(shape, start, world, self._calls, has_optimizer=self._has_optimizer)
-        feed = StreamFeed(chain(head, batches), self._split, shape, self._micro_batches)
+        feed = GivenFeed(chain(head, batches), self._split, shape, self._micro_batches)
         batch = StepBatch(shape.samples, world.replicas, start)
         self._streams += 1
         gate = Stopping(
@@ -270,7 +270,7 @@ class Pipeline(TrainedStages):
             self._own.finish()
 
     def _segment(
-        self, segment: RunSegment, feed: StreamFeed, batch: StepBatch, gate: Stopping
+        self, segment: RunSegment, feed: GivenFeed, batch: StepBatch, gate: Stopping
     ) -> Iterator[None]:
         shape, world, begin = feed.shape, self._world, segment.steps.start
         own = len(shape.parts) // world.replicas
