@@ -205,6 +205,7 @@ def load(spec: str, options: PartitionOptions, on_phase: OnPhase | None) -> Mode
         seq=options.seq,
         seed=options.seed,
         meta=options.meta,
+        pretrained=options.pretrained,
         inputs=options.inputs,
     )
     if on_phase:

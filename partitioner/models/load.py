@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -17,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime.errors import ModelError
-from ...runtime.extras import install
 from ...runtime.formatting import counted
-from ...runtime.plan.plan import ON_META, READ_FROM
+from ...runtime.plan.plan import ON_META
 from ...runtime.user_code import import_object, user_errors_as
-from .builtin import BUILTIN, PRESETS
+from .builtin import BUILTIN
+from .hub import load_transformers
 
 _MOST_VALUES = 2**33
 
@@ -77,6 +75,7 @@ def load_model(
     seq: int = 128,
     seed: int = 0,
     meta: bool = False,
+    pretrained: bool = False,
     inputs: Mapping[str, str] | None = None,
 ) -> ModelSource:
     """Finds and builds the model that `spec` names.
@@ -84,9 +83,21 @@ def load_model(
     A spec is a built-in name, a published configuration, a local transformers folder, a name
     on the hub (needs a network), `package.module:factory` or `path/file.py:factory`.
     `inputs` maps names to texts such as `"f32[4, 64]"`, for a factory that returns only a model.
-    With `meta` no parameter is allocated. Raises ModelError if there is no such model.
+    With `meta` no parameter is allocated. With `pretrained` a name on the hub has its published
+    weights, from the local cache or downloaded. Raises ModelError if there is no such model.
     """
     arguments = dict(model_args or {})
+    if pretrained and meta:
+        raise ModelError(
+            "--pretrained reads weights, and --meta builds the model without them.",
+            "Leave one of them out.",
+        )
+    if pretrained and (":" in spec or spec in BUILTIN):
+        raise ModelError(
+            f"--pretrained applies to names on the hub and to folders of transformers, not to "
+            f"{spec}.",
+            "Leave it out; a factory loads the weights of its model itself.",
+        )
     device = torch.device("meta") if meta else contextlib.nullcontext()
     torch.manual_seed(seed)
     random = f"random (seed {seed})" if not meta else ON_META
@@ -112,7 +123,7 @@ def load_model(
         inputs_made = _builtin_inputs(spec, model, micro_batch_size or default_size(model))
         criterion = "cross_entropy" if spec == "mlp" else None
         return ModelSource(spec, spec, model, inputs_made, random, criterion=criterion)
-    model, weights, files = _load_transformers(spec, arguments, device, meta)
+    model, weights, files = load_transformers(spec, arguments, device, meta, pretrained)
     name = re.sub(r"\W+", "_", Path(spec).name)
     examples = transformers_inputs(model, micro_batch_size or default_size(model), seq)
     return ModelSource(name, spec, model, examples, weights or random, files)
@@ -160,11 +171,6 @@ def _of_batch(examples: Mapping[str, Any], size: int) -> dict[str, Any]:
     }
 
 
-def known_names() -> list[str]:
-    """The names that `--model` knows without a network."""
-    return [*PRESETS, *BUILTIN]
-
-
 def transformers_inputs(model: nn.Module, batch: int, seq: int) -> dict[str, Tensor]:
     """Inputs, with labels, for a transformers model; random, from a fixed seed."""
     config: Any = model.config
@@ -199,130 +205,6 @@ def _builtin_inputs(spec: str, model: nn.Module, batch: int) -> dict[str, Tensor
     classes = list(model.parameters())[-1].shape[0]
     labels = torch.randint(classes, (batch,), generator=generator)
     return {"pixel_values": pixels, "labels": labels}
-
-
-def _load_transformers(
-    spec: str, arguments: dict[str, Any], device: Any, meta: bool
-) -> tuple[nn.Module, str, dict[str, str]]:
-    """The model, where its weights come from ("" if random), and the files of its export."""
-    folder = Path(spec)
-    local = folder.is_dir()
-    if spec not in PRESETS and not local and "/" not in spec:
-        raise unknown_model(spec)
-    try:
-        import transformers
-    except ImportError as error:
-        raise ModelError(
-            f"--model {spec} needs transformers, which is not installed.",
-            install("hf"),
-        ) from error
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    if spec in PRESETS:
-        preset = PRESETS[spec]
-        config = getattr(transformers, preset.config_class)(**preset.fields)
-        model_class = getattr(transformers, preset.model_class)
-    else:
-        config = _read_configuration(transformers, spec, local)
-        model_class = _class_of(transformers, config, spec)
-    for key, value in arguments.items():
-        if not hasattr(config, key):
-            close = difflib.get_close_matches(key, vars(config), 1)
-            hint = f" Did you mean {close[0]}?" if close else ""
-            raise ModelError(f"{type(config).__name__} has no field {key!r}.{hint}")
-        with user_errors_as(ModelError, f"--model-arg {key}"):
-            setattr(config, key, value)
-    config.architectures = [model_class.__name__]
-    files = {"config.json": config.to_json_string()}
-    stored = local and any(folder.glob("*.safetensors"))
-    with device, user_errors_as(ModelError, f"--model {spec}"):
-        if stored and not meta:
-            model = model_class.from_pretrained(
-                folder, config=config, dtype=torch.float32, use_safetensors=True
-            )
-            return model, f"{READ_FROM}{folder.name}", files | _tokenizer_files(folder)
-        return model_class(config), "", files | (_tokenizer_files(folder) if local else {})
-
-
-def _read_configuration(transformers: Any, spec: str, local: bool) -> Any:
-    """The configuration in a folder or on the hub; never runs the code next to it."""
-    try:
-        return transformers.AutoConfig.from_pretrained(
-            spec, local_files_only=local, trust_remote_code=False
-        )
-    except Exception as error:
-        causes = {type(cause).__name__ for cause in _causes(error)}
-        if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"{spec} needs code from the model repository (trust_remote_code), which is not "
-                "run.",
-                "Read it, and write a function that builds the model: --model my_pkg.file:build",
-            ) from error
-        if "GatedRepoError" in causes:
-            raise ModelError(
-                f"cannot download {spec}: it is gated, and this account has no access.",
-                f"Request access at https://huggingface.co/{spec}, and log in: hf auth login. "
-                "Planning needs no weights: --model FOLDER with its config.json is enough.",
-            ) from error
-        if not local and causes & _NO_NETWORK:
-            state = "set" if os.environ.get("HF_HUB_OFFLINE") else "unset"
-            raise ModelError(
-                f"cannot download {spec}: no network (HF_HUB_OFFLINE {state}).",
-                "Planning needs no weights: use --model FOLDER with its config.json, or a name "
-                f"known without a network: {', '.join(known_names()[:4])}, ...",
-            ) from error
-        if local:
-            raise ModelError(
-                f"{spec} has no configuration that transformers can read: "
-                f"{str(error).splitlines()[0]}",
-                "Give a folder with the config.json of a transformers model.",
-            ) from error
-        raise unknown_model(spec) from error
-
-
-_NO_NETWORK = frozenset(
-    {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError"}
-)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
-
-
-def _class_of(transformers: Any, config: Any, spec: str) -> Any:
-    """The model class that a configuration names."""
-    usual = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    default = getattr(usual, "__name__", f"{config.model_type} without architectures")
-    name = str((config.architectures or [default])[0])
-    model_class = getattr(transformers, name, None)
-    is_class = isinstance(model_class, type) and issubclass(
-        model_class, transformers.PreTrainedModel
-    )
-    if not (name.isidentifier() and is_class):
-        raise ModelError(
-            f"{spec} is a {name[:60]}, which transformers does not provide.",
-            "Install a newer transformers, or write a function that builds the model: "
-            "--model my_pkg.file:build",
-        )
-    return model_class
-
-
-def _tokenizer_files(folder: Path) -> dict[str, str]:
-    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-    return {name: (folder / name).read_text() for name in names if (folder / name).is_file()}
-
-
-def unknown_model(spec: str) -> ModelError:
-    """Error E1: no model of that name; suggests the nearest known name."""
-    close = difflib.get_close_matches(spec, known_names(), 1)
-    suggestion = f" Did you mean {close[0]}?" if close else ""
-    return ModelError(
-        f'no model "{spec}": not a folder, not importable, not on the hub.{suggestion}',
-        "Your own model: --model my_pkg.file:build",
-    )
 
 
 def _find_factory(spec: str) -> Callable[..., Any]:

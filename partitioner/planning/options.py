@@ -145,6 +145,12 @@ class PartitionOptions:
         "Loss function, if the model returns no loss: cross_entropy, mse or path/file.py:function.",
     )
     seed: int = _loads(0, Whole(0, 2**53, 0), "Seed of the random weights. [default: 0]")
+    pretrained: bool = _loads(
+        False,
+        Flag(),
+        "Read the published weights of a name on the hub (safetensors), from the local cache or by "
+        "a download. [default: random weights]",
+    )
     meta: bool = _loads(
         False,
         Flag(),

@@ -1,13 +1,16 @@
 """`--model SPEC`: the specs that are found, those that are not, and the messages."""
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from asyncpipe.partitioner.models.builtin import PRESETS
-from asyncpipe.partitioner.models.load import known_names, load_model, parse_input
+from asyncpipe.partitioner.models.hub import known_names
+from asyncpipe.partitioner.models.load import load_model, parse_input
 from asyncpipe.runtime.errors import ModelError
 
 TINY = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64}
@@ -104,6 +107,75 @@ def test_a_local_folder_is_read_with_its_weights(tmp_path: Path) -> None:
     assert source.weights == "read from mine"
     for name, value in original.state_dict().items():
         assert torch.equal(value, source.model.state_dict()[name])
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
+    """Makes a repository in a cache of the hub, which cannot be reached."""
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+    def make(name: str) -> Path:
+        commit = "0" * 40
+        repository = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text(commit)
+        return repository / "snapshots" / commit
+
+    yield make
+
+
+@pytest.mark.parametrize("name", ["gpt2", "someone/small"])
+def test_published_weights_and_tokenizers_are_read_from_the_cache_of_the_hub(
+    name: str, hub: Callable[[str], Path]
+) -> None:
+    original = load_model("gpt2", model_args=TINY, seed=1).model
+    cached = hub(name)
+    original.save_pretrained(cached)
+    (cached / "tokenizer_config.json").write_text('{"a": 1}')
+    source = load_model(name, pretrained=True)
+    assert source.weights == f"read from {name} on the hub"
+    assert source.files["tokenizer_config.json"] == '{"a": 1}'
+    for key, value in original.state_dict().items():
+        assert torch.equal(value, source.model.state_dict()[key])
+
+
+def test_a_head_without_published_weights_is_named(hub: Callable[[str], Path]) -> None:
+    model = load_model("gpt2", model_args=TINY | {"tie_word_embeddings": False}).model
+    cached = hub("someone/small")
+    model.save_pretrained(cached)
+    weights = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    save_file(weights, cached / "model.safetensors", metadata={"format": "pt"})
+    source = load_model("someone/small", pretrained=True)
+    assert source.weights.endswith("on the hub, but random for 1 tensor: lm_head.weight")
+
+
+def test_weights_as_pickles_are_not_read(hub: Callable[[str], Path]) -> None:
+    cached = hub("someone/old")
+    load_model("gpt2", model_args=TINY).model.save_pretrained(cached)
+    (cached / "model.safetensors").rename(cached / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="has no weights as safetensors, and pickled ones"):
+        load_model("someone/old", pretrained=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "someone/absent"])
+def test_weights_that_are_not_in_the_cache_need_a_network(
+    name: str, hub: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ModelError, match=f"cannot download .*{name}: no network"):
+        load_model(name, pretrained=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "meta", "message"),
+    [("mlp", False, "not to mlp"), ("a.py:build", False, "not to a.py"), ("gpt2", True, "--meta")],
+)
+def test_models_without_published_weights_are_not_pretrained(
+    spec: str, meta: bool, message: str
+) -> None:
+    with pytest.raises(ModelError, match=f"--pretrained .*{message}"):
+        load_model(spec, pretrained=True, meta=meta)
 
 
 def test_an_input_is_written_as_dtype_and_shape() -> None:
