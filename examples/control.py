@@ -17,17 +17,17 @@ class Scores:
     """Perplexity and the F1 of class 0, which are functions of sums over all samples."""
 
     def __call__(self, outputs, target):
-        found, true = outputs.argmax(-1) == 0, target == 0
+        predicted, actual = outputs.argmax(-1) == 0, target == 0
         return {
             "loss": cross_entropy(outputs, target, reduction="sum"),
             "samples": len(target),
-            "right": (found & true).sum(),
-            "said": found.sum() + true.sum(),
+            "right": (predicted & actual).sum(),
+            "positive": predicted.sum() + actual.sum(),
         }
 
     def finish(self, sums):
         perplexity = math.exp(sums["loss"] / sums["samples"])
-        return {"perplexity": perplexity, "f1": 2 * sums["right"] / max(1, sums["said"])}
+        return {"perplexity": perplexity, "f1": 2 * sums["right"] / max(1, sums["positive"])}
 
 
 class Control:

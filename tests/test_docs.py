@@ -150,7 +150,9 @@ def test_every_python_block_shown_runs_and_prints_what_is_shown(
     made = EXAMPLE.sub(run, text)
     if os.environ.get("ASYNCPIPE_UPDATE_GOLDEN"):
         document.write_text(made)
-    assert made == text
+    # Another version of transformers has its lines elsewhere.
+    lines = re.compile(r"(?<=modeling_gpt2\.py:)\d+")
+    assert lines.sub("", made) == lines.sub("", text)
 
 
 EXCERPT = re.compile(r"<!-- (\S+) -->\n```text\n(.*?)```", re.DOTALL)

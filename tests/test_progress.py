@@ -34,7 +34,7 @@ def test_on_a_terminal_the_step_that_runs_has_a_bar() -> None:
 
 def test_in_a_log_there_are_ticks_and_no_bar() -> None:
     assert shown(terminal=False) == (
-        "✓ capture  7 operations 0.50 s\n✓ profile  7 operators 1.5 s\n"
+        "✓ capture  7 operations [0.50 s]\n✓ profile  7 operators [1.5 s]\n"
     )
 
 

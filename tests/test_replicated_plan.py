@@ -75,7 +75,7 @@ def test_its_step_is_simulated_with_the_replicas_and_shorter_than_without(
     assert plan.setting.step_ms == pytest.approx(step.step_ms)
     assert step.timeline.ranks == 3
     assert forecast_one_step(plan, "1f1b", 8).timeline.ranks == 3
-    assert "one 1f1b step on 3 ranks" in describe_forecast(plan)
+    assert "predicted 1f1b step on 3 ranks" in describe_forecast(plan)
     chain = plan_of(tmp_path / "chain", "chain")
     assert plan.setting.step_ms < chain.setting.step_ms
     assert plan.setting.step_bound_ms <= plan.setting.step_ms

@@ -130,7 +130,7 @@ def test_what_is_wrong_with_own_data_is_one_sentence(folder: Path, data: str, wo
         ("no_scalar", "the criterion returned a tensor ["),
         ("number", "the criterion returned 3.0, but a loss is a tensor of one number"),
         ("detached", "the criterion returned a loss without a gradient"),
-        ("broken", f"criterion failed at own.py:{LINE}: ValueError: my own mistake"),
+        ("broken", f"forward of micro-batch 0: ValueError: my own mistake (own.py:{LINE})"),
         ("worker", "DataLoader worker (pid 1) is killed by signal: Killed."),
     ],
 )

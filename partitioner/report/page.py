@@ -341,7 +341,7 @@ def _computed_again(plan: Plan) -> Table:
         Column("from", "text"),
         Column("to", "text"),
         Column("bytes per micro-batch"),
-        Column("without recomputation"),
+        Column("with everything sent"),
     )
     rows = (
         (str(flow.source), str(flow.target), write_bytes(flow.sent), write_bytes(flow.if_sent))

@@ -63,7 +63,8 @@ class Metric:
             user_errors_as(SettingsError, self._what),
         ):
             returned = self._call(result, target)
-        return self._named(returned)
+        values = self._named(returned)
+        return values if self._finish is not None else _free(values, self._what)
 
     def add(self, sums: Sums, values: Mapping[str, float], samples: int) -> None:
         """Adds what `of` returned for a micro-batch of so many samples."""
@@ -79,7 +80,7 @@ class Metric:
             return {name: total / count for name, (total, count) in whole.items()}
         with user_errors_as(SettingsError, self._what):
             returned = self._finish({name: total for name, (total, _) in whole.items()})
-        return self._named(returned)
+        return _free(self._named(returned), self._what)
 
     def _named(self, returned: Any) -> dict[str, float]:
         name = self._spec.rpartition(":")[2]
@@ -87,11 +88,6 @@ class Metric:
         return {str(key): self._number(str(key), value) for key, value in named.items()}
 
     def _number(self, name: str, value: Any) -> float:
-        if name in _TAKEN:
-            raise SettingsError(
-                f"{self._what} returned a metric named {name}, as a figure of the evaluation is.",
-                "Choose another name.",
-            )
         is_number = isinstance(value, int | float) or (
             isinstance(value, Tensor) and value.numel() == 1
         )
@@ -105,6 +101,16 @@ class Metric:
 
 
 _TAKEN = {"event", *(field.name for field in fields(EvalRecord))}
+
+
+def _free(metrics: dict[str, float], subject: str) -> dict[str, float]:
+    """The metrics; raises SettingsError for a name that an evaluation has already."""
+    for name in metrics.keys() & _TAKEN:
+        raise SettingsError(
+            f"{subject} returned a metric named {name}, as a figure of the evaluation is.",
+            "Choose another name.",
+        )
+    return metrics
 
 
 def joined(of_ranks: Iterable[Sums]) -> Sums:

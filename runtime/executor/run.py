@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from ..data.task import sizes_of
-from ..errors import AsyncPipeError, DataError, PlanError, ScheduleError, is_out_of_memory
+from ..errors import DataError, PlanError, ScheduleError
 from ..plan.plan import Plan
 from ..plan.structure import names_in, rebuilt
 from ..schedule.schedule import Action, Schedule
 from ..staleness import VersionPair
-from ..user_code import own_line
 from .instrumented import Observer, RunRecorder
 from .mailbox import Mailbox, Sizes
 
@@ -69,14 +68,7 @@ def loss_of_stage(plan: Plan, stage: int, criterion: Criterion | None) -> LossOf
 
     def loss_of(outputs: Values, fed: Values) -> Tensor:
         result = rebuilt(plan.outputs, {**absent, **outputs}, plan.sizes)
-        try:
-            loss = criterion(result, fed[TARGET])
-        except Exception as error:
-            place = own_line(error)
-            if isinstance(error, AsyncPipeError) or is_out_of_memory(error) or not place:
-                raise
-            message = f"the criterion failed at {place}: {type(error).__name__}: {error}"
-            raise DataError(message) from error
+        loss = criterion(result, fed[TARGET])
         has_gradient = any(value.requires_grad for value in outputs.values())
         _verify_loss(loss, torch.is_grad_enabled() and has_gradient)
         return loss

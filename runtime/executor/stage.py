@@ -9,6 +9,7 @@ leaves the gradients of weights to its second part.
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,7 @@ from ..errors import AsyncPipeError
 from ..plan.plan import StageSpec
 from ..rng import GeneratorState, drawing_from
 from ..staleness.weight_versions import Weights
+from ..user_code import own_line
 from .precision import FULL, Precision
 from .recompute import Buffers, ChangedParameters, MiniBatchNorm, WrittenArguments, nothing_saved
 from .run import LossOf, Values, where_in_stage
@@ -323,7 +325,10 @@ class Stage:
         return bound
 
     def _error(self, action: str, micro_batch: int, error: Exception) -> StageError:
-        message, cure = f"{type(error).__name__}: {error}", ""
+        place = own_line(error)
+        is_of_stage = place.rpartition(":")[0] == inspect.getfile(type(self.module))
+        at = f" ({place})" if place and not is_of_stage else ""
+        message, cure = f"{type(error).__name__}: {error}{at}", ""
         if isinstance(error, AsyncPipeError):
             message, cure = error.what, error.cure
         stage_error = StageError(

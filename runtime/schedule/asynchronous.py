@@ -371,7 +371,7 @@ def predictions_in_flight(
     gathered for the next step. With `always` the other micro-batches read a prediction of one step.
 
     >>> [predictions_in_flight(ahead, 2) for ahead in range(5)]
-    [0, 1, 2, 3, 3]
+    [0, 1, 2, 4, 3]
     """
 
     def read(micro_batch: int) -> tuple[int, int, int] | None:

@@ -236,7 +236,7 @@ def test_the_better_of_two_timed_plans_is_kept_with_its_own_times() -> None:
     assert chosen.solution.lower_bound_ms <= chosen.solution.bottleneck_ms
     # What is said of the plan is said with the costs that it was timed with.
     assert chosen.solution.problem.costs.work_ms.sum() == pytest.approx(26.0)
-    assert "slowest with 17.00 ms" in chosen.solution.explanation[0]
+    assert "bottleneck with 17.00 ms" in chosen.solution.explanation[0]
     assert chosen.solution.step_ms == pytest.approx(8 * 17.0)
 
 

@@ -59,4 +59,4 @@ def test_all_methods_together_take_replicas_where_the_schedule_trains_them() -> 
     found = planned("all", "async-1f1b")
     assert found.ranks_of_stage == ((0,), (1,), (2,))
     (shown,) = (one for one in found.candidates if one.name == "pipedream")
-    assert shown.note == "ranks of each stage: 2, 1"
+    assert shown.note == "ranks per stage: 2, 1"

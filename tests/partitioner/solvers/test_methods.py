@@ -410,7 +410,7 @@ def test_all_takes_no_step_that_nobody_simulated():
     assert asynchronous.method == "mpipe" and asynchronous.placement.ranks is not None
     assert synchronous.placement.ranks is None
     (mpipe,) = (one for one in synchronous.candidates if one.name == "mpipe")
-    assert mpipe.step_ms < synchronous.step_ms and "without what they wait" in mpipe.note
+    assert mpipe.step_ms < synchronous.step_ms and "waiting time not included" in mpipe.note
 
 
 def test_an_exchange_between_tied_groups_has_no_direction():

@@ -95,6 +95,7 @@ def test_the_second_forward_reads_the_version_that_the_first_one_read() -> None:
         inputs = {"a": torch.randn(5, 4, generator=torch.Generator().manual_seed(1))}
         leaves = versions.bind(0, versions.live_view)
         stage.forward(0, inputs, {}, weights=leaves, generator=state, recompute=recompute)
+        versions.begin_step()
         with torch.no_grad(), versions.unseen_by_autograd():
             for weight in versions.live.values():
                 weight.mul_(3.0)

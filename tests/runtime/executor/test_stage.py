@@ -108,6 +108,7 @@ def test_what_is_recomputed_reads_the_weights_and_draws_the_numbers_of_its_forwa
         state = GeneratorState.seeded(torch.device("cpu"), 3)
         inputs = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
         stage.forward(0, inputs, {}, weights=versions.bind(0, versions.live_view), generator=state)
+        versions.begin_step()
         with torch.no_grad(), versions.unseen_by_autograd():
             for weight in versions.live.values():
                 weight.mul_(3.0)
