@@ -368,7 +368,7 @@ def test_a_stage_is_shown_as_what_it_is_and_runs_as_it_is_shown(tmp_path: Path) 
     """A declared encoding could make code of a comment, and control characters hide lines."""
     write_mlp(tmp_path / "made")
     stage = tmp_path / "made" / "stage_0.py"
-    hidden = "# \x1b[1A\x1b[2K \u202e \x9b2J\r# x"
+    hidden = "# \x1b[1A\x1b[2K \u202e \x9b2J\x08\r# x"
     text = f"# coding: unicode_escape\n# \\x0a{RUNS}\n{hidden}\n{stage.read_text()}"
     stage.write_bytes(text.encode())
     ran: list[int] = []
@@ -378,7 +378,7 @@ def test_a_stage_is_shown_as_what_it_is_and_runs_as_it_is_shown(tmp_path: Path) 
     shown = command(tmp_path, "inspect", "made", "--stage", "0")
     assert shown.code == 0 and visible(shown.out) == shown.out
     assert f"# \\x0a{RUNS}" in shown.out
-    assert r"# \x1b[1A\x1b[2K \u202e \x9b2J\r" in shown.out
+    assert r"# \x1b[1A\x1b[2K \u202e \x9b2J\x08\r" in shown.out
     asyncpipe.load(tmp_path / "made")
     stage.write_bytes(b"\xff" + text.encode())
     told = error_of(tmp_path, "inspect", "made", "--stage", "0")
@@ -449,6 +449,12 @@ def test_an_option_in_a_file_is_refused_with_what_does_not_show(tmp_path: Path) 
     (tmp_path / "job.toml").write_text('folder = "made"\noutput = "a\\u202eb"\n')
     told = error_of(tmp_path, "train", "--config", "job.toml", "--dry-run")
     assert "has control or hidden characters" in told
+
+
+def test_an_option_of_a_command_is_refused_with_what_does_not_show(tmp_path: Path) -> None:
+    write_mlp(tmp_path / "made")
+    ended = command(tmp_path, "train", "made", "--output", "a\u202eb", "--dry-run")
+    assert ended.code == 2 and "has a control or hidden character" in ended.err
 
 
 def test_an_error_shows_markup_as_it_is(tmp_path: Path) -> None:

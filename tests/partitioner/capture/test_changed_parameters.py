@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 import asyncpipe
 from asyncpipe.partitioner.capture import capture, model_state
+from asyncpipe.partitioner.capture.check import check_capture
 from asyncpipe.partitioner.capture.model_state import Noise, moved, working_copies
 from asyncpipe.partitioner.verify import verify
-from asyncpipe.runtime.errors import PlanError
+from asyncpipe.runtime.errors import CaptureError, PlanError
 from asyncpipe.runtime.plan.plan import read_plan
 
 X = torch.randn(4, 12, generator=torch.Generator().manual_seed(3))
@@ -217,16 +218,19 @@ def test_changed_parameters_are_those_of_the_model(
             torch.testing.assert_close(gradients[name], parameter.grad)
 
 
+class Gated(nn.Module):
+    """No number and no gradient of it shows what the gate hides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 16), nn.Linear(16, 4)
+        self.gate = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :4] + self.gate * self.b(torch.relu(self.a(x)))
+
+
 def test_a_fault_behind_a_gate_of_zero_is_seen(tmp_path: Path) -> None:
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(12, 16), nn.Linear(16, 4)
-            self.gate = nn.Parameter(torch.zeros(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x[:, :4] + self.gate * self.b(torch.relu(self.a(x)))
-
     model = Gated()
     asyncpipe.partition(model, {"x": X}, stages=2, output=tmp_path / "cut", profile="analytic")
     stage = next(
@@ -235,6 +239,14 @@ def test_a_fault_behind_a_gate_of_zero_is_seen(tmp_path: Path) -> None:
     stage.write_text(stage.read_text().replace("torch.relu(", "torch.tanh("))
     with pytest.raises(PlanError, match="differs from the original's"):
         verify(model, read_plan(tmp_path / "cut"), tmp_path / "cut", {"x": X})
+
+
+def test_a_fault_of_a_graph_behind_a_gate_of_zero_is_seen() -> None:
+    captured = capture(Gated(), {"x": X})
+    (relu,) = captured.graph.find_nodes(op="call_function", target=torch.relu)
+    relu.target = torch.tanh
+    with pytest.raises(CaptureError, match="output 0 differs"):
+        check_capture(captured, {"x": X})
 
 
 def test_a_change_that_only_the_next_call_would_read_is_compared(tmp_path: Path) -> None:

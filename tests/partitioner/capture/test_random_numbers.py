@@ -270,6 +270,12 @@ class Seeds(Layers):
         return x * random.random()
 
 
+class Restores(Layers):
+    def changed(self, x: Tensor) -> Tensor:
+        torch.set_rng_state(torch.get_rng_state())
+        return x
+
+
 class System(Layers):
     def changed(self, x: Tensor) -> Tensor:
         return x * random.SystemRandom().random()
@@ -284,6 +290,7 @@ class System(Layers):
         (Shuffled, r"Shuffled.changed at .*:\d+ draws more than a number"),
         (Reference, r"through a stored reference"),
         (Seeds, r"Seeds.changed at .*:\d+ sets the generator"),
+        (Restores, r"Restores.changed at .*:\d+ sets the state of torch's random generator"),
         (System, r"System.changed at .*:\d+ draws random numbers from the operating system"),
     ],
 )

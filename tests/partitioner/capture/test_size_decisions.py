@@ -61,6 +61,9 @@ class _Decides(nn.Module):
             return x + 1 if self.training and batch > 6 else x
         if self.how == "evaluation":
             return x + 1 if not self.training and batch > 6 else x
+        if self.how == "same size":
+            longer = x.new_zeros(torch.sym_max(batch, 5), 6)
+            return x * 2 if x.is_same_size(longer) else x
         if self.how == "asserted":
             assert batch <= 5
             return x
@@ -72,7 +75,7 @@ _AGREE = {
     "int of a quotient": (4, 5), "chunks": (4, 5, 6), "range": (4, 5),
     "divides": range(2, 20, 2), "in": (2, 4, *range(6, 20)), "between": range(3, 7),
     "last": range(2, 5), "training": range(2, 7), "evaluation": range(2, 7),
-    "asserted": range(2, 6),
+    "same size": range(2, 5), "asserted": range(2, 6),
 }  # fmt: skip
 
 

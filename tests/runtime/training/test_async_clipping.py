@@ -17,7 +17,13 @@ from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.distributed.ranks import RankInfo
 from asyncpipe.runtime.executor.instrumented import Activities
 from asyncpipe.runtime.schedule.asynchronous import Delays
-from asyncpipe.runtime.training.clipping import StageNorms, share_of, steps_until_known
+from asyncpipe.runtime.training.clipping import (
+    NormShare,
+    StageNorms,
+    share_of,
+    squared_norm_alike,
+    steps_until_known,
+)
 from asyncpipe.runtime.training.optimizer_step import OptimizerStepper
 from asyncpipe.runtime.transports import GlooTransport
 from asyncpipe.tests.support.models.hand_plans import chain, tied
@@ -216,6 +222,16 @@ def test_a_tied_gradient_that_grows_is_clipped_before_others_know_its_norm() -> 
         _, shared = norms.of(0, version=2, late=1)
         (found,) = shared.values()
         assert found.norm == pytest.approx(norm or math.sqrt(parameter.numel()) * growth)
+
+
+def test_a_tied_gradient_is_clipped_by_a_norm_with_the_same_bits_at_all_holders() -> None:
+    settings = run_config(schedule="async-1f1b", clip=2.0, clip_by="stage")
+    parameter = nn.Parameter(torch.zeros(40))
+    parameter.grad = torch.linspace(0.1, 1.7, 40)
+    share = NormShare([], {"head": parameter}, [])
+    norms = StageNorms(settings, World(), STAGES, {0: share}, Activities())
+    _, shared = norms.of(0, version=1, late=0)
+    assert shared["head"].norm == math.sqrt(float(squared_norm_alike(parameter.grad)))
 
 
 @pytest.mark.parametrize("by", ["global", "known"])
