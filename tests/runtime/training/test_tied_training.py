@@ -91,6 +91,9 @@ def test_weights_that_come_apart_are_not_silent(
         train(folder, tmp_path / "run", save_every=5, eval_batches=0)
     (warning,) = events_of(tmp_path / "run", "warning")
     assert warning.startswith("wte.weight of stage 0 and head.weight of stage 1 are one shared")
+    lines = (tmp_path / "run.events").read_text().splitlines()
+    events = [json.loads(line)[0] for line in lines]
+    assert "step" in events[events.index("warning") :]  # already at the checkpoint
     assert list((tmp_path / "run" / "weights").glob("*.safetensors"))
 
 
