@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncpipe.partitioner.capture import capture
+from asyncpipe.partitioner.capture import capture, modes
+from asyncpipe.runtime.errors import CaptureError
 from asyncpipe.tests.support.oracles.generated_equality import cut
 
 X = torch.randn(4, 12, generator=torch.Generator().manual_seed(3))
@@ -67,6 +69,20 @@ class Depth(nn.Module):
         if self.training:
             branch = branch / 0.5 * torch.floor(torch.rand(x.shape[0], 1) + 0.5)
         return self.last(hidden + branch)
+
+
+def test_a_graph_with_branches_is_compared_with_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    branched = modes.branched
+
+    def faulty(*given: Any) -> Any:
+        graph, calls = branched(*given)
+        for node in graph.find_nodes(op="call_function", target=torch.relu):
+            node.target = torch.tanh
+        return graph, calls
+
+    monkeypatch.setattr(modes, "branched", faulty)
+    with pytest.raises(CaptureError, match="is not the model"):
+        capture(Noise(), {"x": X}, check=False)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import capture, random_numbers
+from asyncpipe.partitioner.capture.check import check_capture
 from asyncpipe.partitioner.capture.model_state import seed_all
 from asyncpipe.runtime.errors import CaptureError
 from asyncpipe.runtime.executor.executor import Executor
@@ -297,6 +298,21 @@ class System(Layers):
 def test_other_draws_are_refused_at_their_line(build: type[nn.Module], message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         capture(build(), {"x": X})
+
+
+def test_a_fault_of_either_way_of_a_random_decision_is_seen() -> None:
+    class Either(Layers):
+        def changed(self, x: Tensor) -> Tensor:
+            if self.training and random.random() < 0.5:
+                return torch.sin(x)
+            return torch.cos(x) if self.training else x
+
+    for wrong in (torch.sin, torch.cos):
+        captured = capture(Either(depth=1), {"x": X}, check=False)
+        (node,) = captured.graph.find_nodes(op="call_function", target=wrong)
+        node.target = torch.tanh
+        with pytest.raises(CaptureError, match="is not the model: output 0 differs in training"):
+            check_capture(captured, {"x": X})
 
 
 def test_a_module_kept_whole_draws_by_itself(tmp_path: Path) -> None:
