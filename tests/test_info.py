@@ -93,6 +93,17 @@ def test_an_mpi_that_crashes_or_hangs_is_told(
     assert words in info._mpi()
 
 
+def test_a_process_that_we_start_imports_nothing_from_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "stray.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)  # as where a script calls us
+    monkeypatch.setattr(info, "find_spec", lambda name: True)
+    monkeypatch.setattr(info, "_ASK_MPI", "import stray")
+    assert "No module named 'stray'" in info._mpi()
+
+
 def given_machine(
     monkeypatch: pytest.MonkeyPatch, topology: Topology, *, gpus: int = 0
 ) -> Callable[[int], dict[str, str]]:

@@ -19,10 +19,12 @@ from asyncpipe.runtime.monitoring import gather
 from asyncpipe.runtime.monitoring.trace import (
     TRACKS,
     RankTrace,
+    Tracing,
     chrome_trace,
     from_plain,
     measured_timeline,
     steady_steps,
+    steps_ahead,
     to_plain,
 )
 from asyncpipe.runtime.schedule.asynchronous import async_1f1b
@@ -142,6 +144,16 @@ def test_steady_steps_are_the_last_before_a_drain(
     settings = run_config(**usual | {"micro_batch_size": 2} | given)
     found = steady_steps(settings, async_1f1b(stages, every, step_every=every))
     assert list(found) == list(steps)
+
+
+def test_ranks_behind_rank_0_record_for_the_steps_by_which_it_is_ahead() -> None:
+    settings = run_config(steps=100, trace="3", schedule="async-1f1b", micro_batches=4)
+    schedule, activities = async_1f1b(4, 4, step_every=4), Activities()
+    tracing = Tracing(settings, activities, schedule)
+    assert steady_steps(settings, schedule)[-1] == 99 and steps_ahead(schedule) == 1
+    for step in range(1, 101):
+        tracing.step_is_over(step)
+    assert activities.spans is not None  # until step 101
 
 
 @pytest.mark.parametrize("run_name", ["sync", "async"])
