@@ -389,8 +389,6 @@ def _magnitude(value: Tensor) -> float:
     """The largest absolute value, nan if there is one; in one pass, if torch supports it."""
     if not value.numel():
         return 0.0
-    if value.is_sparse:
-        return _magnitude(value.coalesce().values())
     if value.is_complex():
         return float(value.abs().max())
     least, most = torch.aminmax(value.detach())
