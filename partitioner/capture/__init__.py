@@ -45,7 +45,7 @@ from .fake_inputs import (
 )
 from .graph import Capture, run, tensor_spec
 from .leaf_modules import AutomaticLeaves, FailedTrace, LeafRule, leaf_rule
-from .model_state import in_mode, is_on_meta, unchanged
+from .model_state import in_mode, is_on_meta, unchanged, verify_strided
 from .modes import Trace, merged_capture, trace_dynamo, trace_forward
 from .size_guards import add_size_guard, at_least_two
 from .sizes import (
@@ -117,6 +117,7 @@ def capture(
     verify_names(model)
     verify_hooks(model)
     given = read_arguments(model, example_inputs)
+    verify_strided(given.tensors, "input")
     verify_arguments(model, example_inputs)
     request = CaptureRequest(
         model=model,

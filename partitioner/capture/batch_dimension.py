@@ -230,7 +230,7 @@ def _close(expected: Tensor, actual: Tensor) -> bool:
         return False
     if expected.dtype == torch.bool:
         return torch.equal(expected, actual.to(torch.bool))
-    expected, actual = expected.double(), actual.double()
+    expected, actual = expected.to_dense().double(), actual.to_dense().double()
     scale = float(expected.abs().max()) if expected.numel() else 0.0
     return torch.allclose(expected, actual, rtol=_TOLERANCE, atol=_TOLERANCE * scale)
 

@@ -29,6 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...runtime.errors import CaptureError
+from ...runtime.formatting import one_line
 from ...runtime.rng import numbers_kept, seed_numbers
 
 _CACHES = ("use_cache", "use_mems_eval", "use_mems_train")
@@ -52,6 +54,18 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = was_training
 
 
+def verify_strided(tensors: Mapping[str, Any], kind: str) -> None:
+    """Raises CaptureError for a tensor that is not strided, such as a sparse one."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
+            layout = str(tensor.layout).removeprefix("torch.")
+            raise CaptureError(
+                f"the {kind} {one_line(name)} has the layout {layout}, and stages hold and send "
+                "strided tensors alone.",
+                "Keep it dense.",
+            )
+
+
 @contextmanager
 def unchanged(model: nn.Module, changing: Collection[str] = ()) -> Iterator[None]:
     """Restores buffers, attributes, hooks, gradients, modes and random generators after the block.
@@ -60,6 +74,8 @@ def unchanged(model: nn.Module, changing: Collection[str] = ()) -> Iterator[None
     double the memory of a large model.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    verify_strided(parameters, "parameter")
+    verify_strided(dict(model.named_buffers()), "buffer")
     tensors = [
         *(parameters[name] for name in changing if name in parameters),
         *(tensor for _, tensor in model.named_buffers()),

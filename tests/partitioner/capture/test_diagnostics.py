@@ -234,3 +234,29 @@ def test_a_buffer_that_grows_at_each_call_is_told() -> None:
             return self.linear(x + self.table.mean())
 
     assert "replaces the buffer table" in told(Grows(torch.zeros(1)), x=ONES).what
+
+
+class Weighted(nn.Module):
+    def __init__(self, weights: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("weights", weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mm(self.weights, self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "words"),
+    [
+        (Weighted(torch.eye(3).to_sparse()), ONES, "the buffer weights has the layout sparse_coo"),
+        (nn.Linear(4, 4), ONES.to_sparse(), "the input input has the layout sparse_coo"),
+        (Inner(lambda self, x: self.linear(x).to_sparse()), ONES, r"HERE.* raised Unsupported"),
+    ],
+)
+def test_a_sparse_tensor_is_told_where_it_is_held_given_or_made(
+    model: nn.Module, x: Tensor, words: str
+) -> None:
+    name = "input" if isinstance(model, nn.Linear) else "x"
+    with pytest.raises(CaptureError, match=words.replace("HERE", HERE)):
+        capture(model, {name: x})
