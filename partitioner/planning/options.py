@@ -149,7 +149,7 @@ class PartitionOptions:
         False,
         Flag(),
         "Read the published weights of a name on the hub (safetensors), from the local cache or by "
-        "a download. [default: random weights]",
+        "a download, in place of random ones.",
     )
     meta: bool = _loads(
         False,
