@@ -210,7 +210,7 @@ def compare(browser: Browser, folder: Path) -> dict[str, float]:
         shoot(browser)
         browser.open(f"{address}1/")
         assert browser.value(STATUS) == "✓ 200 steps"
-    ended = "document.getElementById('connection').textContent.startsWith('not connected')"
+    ended = "document.getElementById('connection').textContent.startsWith('disconnected')"
     return {"end_of_view_s": browser.wait(ended)}
 
 
