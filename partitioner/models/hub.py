@@ -195,6 +195,11 @@ def _weights_error(spec: str, error: Exception, local: bool) -> ModelError:
             f"{spec} has no weights as safetensors, and pickled ones are not read.",
             f"Convert them with save_pretrained of transformers and give the folder, or {random}.",
         )
+    if "mismatched" in str(error):
+        return ModelError(
+            f"the weights of {spec} have other shapes than its configuration.",
+            f"Leave out --model-arg that changes sizes, or {random}.",
+        )
     first = str(error).strip().partition("\n")[0]
     return ModelError(f"cannot read the weights of {spec}: {type(error).__name__}: {first}")
 

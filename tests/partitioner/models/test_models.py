@@ -159,6 +159,12 @@ def test_weights_as_pickles_are_not_read(hub: Callable[[str], Path]) -> None:
         load_model("someone/old", pretrained=True)
 
 
+def test_weights_of_another_width_are_refused(hub: Callable[[str], Path]) -> None:
+    load_model("gpt2", model_args=TINY).model.save_pretrained(hub("someone/small"))
+    with pytest.raises(ModelError, match="other shapes than its configuration"):
+        load_model("someone/small", pretrained=True, model_args={"n_embd": 64})
+
+
 @pytest.mark.parametrize("name", ["gpt2", "someone/absent"])
 def test_weights_that_are_not_in_the_cache_need_a_network(
     name: str, hub: Callable[[str], Path]
