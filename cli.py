@@ -1,10 +1,11 @@
-"""The six commands, of which each is a module in commands/.
+"""The seven commands, of which each is a module in commands/.
 
 asyncpipe-partition --model gpt2 --stages 4
 asyncpipe-train generated_models/gpt2_4p
 asyncpipe-inspect generated_models/gpt2_4p
 asyncpipe-compare generated_models/gpt2_4p --methods sync stash none
 asyncpipe-view runs/gpt2_4p/1
+asyncpipe-comm bench --ranks 2
 asyncpipe-info
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import NoReturn
 
 from .runtime.import_path import isolate
 
@@ -23,7 +25,12 @@ def partition() -> None:
 
 def train() -> None:
     """Entry point of asyncpipe-train."""
-    code = _run("train")
+    _run_and_end("train")
+
+
+def _run_and_end(command: str) -> NoReturn:
+    """Runs a command that may be a rank, and ends the process as a rank ends."""
+    code = _run(command)
     if "torch.distributed" in sys.modules:  # else only --help, or a usage error
         from .runtime.distributed.failure import end_process
 
@@ -44,6 +51,11 @@ def compare() -> None:
 def view() -> None:
     """Entry point of asyncpipe-view."""
     sys.exit(_run("view"))
+
+
+def comm() -> None:
+    """Entry point of asyncpipe-comm."""
+    _run_and_end("comm")
 
 
 def info() -> None:

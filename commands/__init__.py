@@ -1,6 +1,7 @@
-"""The six commands, one module each: parse, call, print.
+"""The seven commands, one module each: parse, call, print.
 
 partition, train, inspect, compare, info, view    the `app` of each command
+comm, comm_*                                      asyncpipe-comm and its subcommands
 options, training_options                         their options, in groups
 running                                           error messages and exit codes of all commands
 console, run_display                              formatting for the terminal

@@ -158,7 +158,7 @@ def _kind(limit: Limit) -> Any:
     return Path if limit.words == path("").words else str
 
 
-def _flags_of(kind: type[Any]) -> type[Any]:
+def flags_of(kind: type[Any]) -> type[Any]:
     """A dataclass of the flags of `kind`, whose fields are declared by `declare`, for cyclopts."""
     entries = []
     for own, declared in options_of(kind).items():
@@ -180,7 +180,7 @@ def _on_command_line(kind: type[T]) -> type[T]:
 if TYPE_CHECKING:
     PartitionFlags = Any
 else:
-    PartitionFlags = _flags_of(PartitionOptions)
+    PartitionFlags = flags_of(PartitionOptions)
     """The flags of `PartitionOptions`."""
 
 

@@ -136,6 +136,12 @@ def required(limit: Limit, help: str, *, on_resume: OnResume = "reported") -> di
     return {_KEY: declared}
 
 
+def same_option(kind: type[Any], name: str) -> Any:
+    """A field with the declaration of an option of another dataclass."""
+    declared = options_of(kind)[name]
+    return field(default=declared.default, metadata={_KEY: declared})
+
+
 def options_of(kind: type[Any]) -> Mapping[str, Option]:
     """The declared option of each field of a dataclass, by name and in order.
 

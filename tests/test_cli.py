@@ -1,4 +1,4 @@
-"""The six commands as a user types them: exit codes, messages, and what is left on disk.
+"""The commands as a user types them: exit codes, messages, and what is left on disk.
 
 Their processes are forks with the imports done, but for one of each command.
 """

@@ -27,6 +27,7 @@ LAYERS = (
     "runtime/training",
     "runtime/launch",
     "runtime/experiments",
+    "runtime/communication",
     "partitioner/models",
     "partitioner/capture",
     "partitioner/profile",

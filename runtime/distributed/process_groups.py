@@ -154,23 +154,12 @@ def join(info: RankInfo, config: RunConfig, plan: Plan, code: Mapping[str, str])
     address is unknown, when the ranks have different versions, or when a host has too few GPUs;
     TrustError when no host trusts the folder's code.
     """
-    over_mpi = config.transport == "mpi"
-    if not info.head and not over_mpi:
-        raise SettingsError(
-            f"the address of rank 0 is unknown: {info.launcher} does not provide it, and the "
-            f"{info.ranks} ranks are on several hosts.",
-            "Give --master-addr HOST, the name or address of the first host.",
-        )
-    interface = choose_interface(info, config.interface)
-    name_interface(interface, requested=config.interface is not None)
     timeout_s = config.patience_s
     timeout = datetime.timedelta(seconds=timeout_s)
+    control = connect(
+        info, requested=config.interface, timeout_s=timeout_s, over_mpi=config.transport == "mpi"
+    )
     try:
-        if dist.is_initialized():
-            control = dist.new_group(timeout=timeout, backend="gloo")
-        else:
-            _initialize(info, interface, timeout_s, over_mpi=over_mpi)
-            control = dist.group.WORLD
         resources = _gather_resources(find_resources(config, plan, code), info.ranks, control)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise joining_error(info, timeout_s, str(error)) from error
@@ -192,6 +181,35 @@ def join(info: RankInfo, config: RunConfig, plan: Plan, code: Mapping[str, str])
         ranks_of_stage=stage_replicas(plan, config),
     )
     return _in_groups(world, plan, timeout)
+
+
+def connect(
+    info: RankInfo, *, requested: str | None, timeout_s: float, over_mpi: bool
+) -> dist.ProcessGroup:
+    """Connects to the other ranks over gloo; returns the group of all.
+
+    `requested` is the network interface that the user chose. `over_mpi`: the ranks exchange rank
+    0's address over MPI. Raises TransportError when the ranks cannot be reached in time, and
+    SettingsError when rank 0's address is unknown.
+    """
+    if not info.head and not over_mpi:
+        raise SettingsError(
+            f"the address of rank 0 is unknown: {info.launcher} does not provide it, and the "
+            f"{info.ranks} ranks are on several hosts.",
+            "Give --master-addr HOST, the name or address of the first host.",
+        )
+    interface = choose_interface(info, requested)
+    name_interface(interface, requested=requested is not None)
+    try:
+        if dist.is_initialized():
+            timeout = datetime.timedelta(seconds=timeout_s)
+            own: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
+            return own
+        _initialize(info, interface, timeout_s, over_mpi=over_mpi)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise joining_error(info, timeout_s, str(error)) from error
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _initialize(info: RankInfo, interface: str | None, timeout_s: float, *, over_mpi: bool) -> None:

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.elastic.agent.server.api import (
@@ -209,6 +209,12 @@ def _send(processes: Collection[int], number: signal.Signals) -> None:
 WORKER = "asyncpipe.runtime.launch.worker"
 
 
+def worker_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """The interpreter's arguments for a process that calls `run(*arguments)` of a module, and ends
+    when this process ends."""
+    return (*ISOLATED, "-m", WORKER, str(os.getpid()), module, *arguments)
+
+
 def start_ranks(job: Job, reporter: str, on_launch: Callable[[int], None]) -> Path:
     """Runs the job to its end; returns the run's folder.
 
@@ -233,7 +239,7 @@ def _run_ranks(job: Job, reporter: str, stages: Mapping[int, str]) -> None:
     # Each rank resolves them again; trust was checked before.
     settings = asdict(replace(job.settings or job.config, trust=True))
     options = json.dumps({"settings": settings, "code": dict(job.code)})
-    command = (*ISOLATED, "-m", WORKER, str(os.getpid()), options, str(job.folder), reporter)
+    command = worker_command(f"{__package__}.rank", options, str(job.folder), reporter)
     try:
         with SignalForwarder(job.config.patience_s) as signals, _sets_in_order(job.config.seed):
             attempts = _Attempts(job, stages, signals)
@@ -329,6 +335,40 @@ class _Attempts:
         stopped = Stopped()
         stopped.add_note(f"stopped by {number.name} before the first step")
         return stopped
+
+
+def run_command(
+    arguments: Sequence[str], ranks: int, folder: Path, *, over_mpi: bool = False
+) -> None:
+    """Runs this interpreter with `arguments` in every rank, to the end; `folder` receives what the
+    ranks leave, and their output.
+
+    Raises RankError with the first cause when a rank fails, KeyboardInterrupt after Ctrl-C.
+    """
+    left = RankFolder(folder)
+    left.path.mkdir()
+
+    def fail(codes: Mapping[int, int]) -> NoReturn:
+        if -signal.SIGINT in codes.values():
+            raise KeyboardInterrupt
+        raise left.first_cause(codes, {})
+
+    try:
+        if over_mpi:
+            run_over_mpi(arguments, ranks, left, {})
+        else:
+            RankAgent(
+                arguments,
+                ranks,
+                folder / "logs",
+                restarts=0,
+                on_failure=fail,
+                unfinished=lambda: left.unfinished(ranks),
+            ).finish()
+    except SignalException as signalled:
+        if signalled.sigval is not signal.SIGINT:
+            raise Ended(128 + signalled.sigval) from None
+        raise KeyboardInterrupt from None
 
 
 def interruption(left: RankFolder) -> str:

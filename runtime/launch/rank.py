@@ -12,14 +12,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from ..config.settings import Settings
 from ..distributed.failure import CANNOT_WRITE, RankFolder, end_process, failure_of
-from ..distributed.ranks import find_rank_info
+from ..distributed.ranks import RankInfo, find_rank_info
 from ..process import die_with_parent
 from ..training.checkpointing import Stopped
 from ..transports.mpi import mpiexec
@@ -103,50 +103,74 @@ def _show(process: subprocess.Popen[bytes], log: int) -> None:
             sys.stdout.buffer.flush()
 
 
+@dataclass
+class OwnRank:
+    """The rank of this process: where it is, its files, and its stages as messages name them."""
+
+    info: RankInfo
+    left: RankFolder
+    stages: str = ""
+
+
 def run(options: str, folder: str, reporter: str) -> NoReturn:
-    """Runs the rank that the environment describes, and ends the process."""
+    """Trains as the rank that the environment describes, and ends the process."""
+    as_rank(Path(folder), lambda own: _train(own, options, reporter))
+
+
+def _train(own: OwnRank, options: str, reporter: str) -> None:
+    from ..distributed.process_groups import join, stay_alone
+    from .job import make_job, run_rank
+
+    info = own.info
+    own.stages = f" (stage {info.rank})" if info.ranks > 1 else ""
+    raw = json.loads(options)
+    settings = Settings(**{**raw["settings"], "betas": tuple(raw["settings"]["betas"])})
+    job = make_job(settings, own.left.path.parent, raw["code"])
+    if info.ranks > 1:
+        world = join(replace(info, launcher=""), job.config, job.plan, job.code)
+    else:
+        world = stay_alone(job.config, job.plan, job.code)
+    if world.replicas > 1:
+        own.stages = f" (rank {world.pipeline_rank} of replica {world.replica})"
+    elif world.ranks_of_stage:
+        (stage,) = (j for j, ranks in enumerate(world.ranks_of_stage) if info.rank in ranks)
+        own.stages = f" (stage {stage}{world.grid.whose(info.rank)})"
+    try:
+        with exits_as_errors():
+            run_rank(job, world, reporter)
+    except Stopped:  # not a failure for the parent process
+        own.left.mark_stopped()
+
+
+def as_rank(
+    folder: Path, work: Callable[[OwnRank], None], *, counts_steps: bool = True
+) -> NoReturn:
+    """Does the work of the rank that the environment describes, records its end or its failure in
+    `folder`, and ends the process. Where steps are counted, an error names the step."""
     # The launcher ends its ranks by signal, which needs no traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     info = find_rank_info(os.environ)
     assert info is not None
-    rank = info.rank
-    left = RankFolder(Path(folder))
-    left.mark_process(rank)
+    own = OwnRank(info, RankFolder(folder))
+    own.left.mark_process(info.rank)
     if "RANK" not in os.environ:  # torch's agent captures its ranks' output
-        keep_output(Path(folder) / "logs", rank)
-    stages = f" (stage {rank})" if info.ranks > 1 else ""
+        keep_output(folder / "logs", info.rank)
     try:
-        from ..distributed.process_groups import join, leave, stay_alone
-        from .job import make_job, run_rank
+        from ..distributed.process_groups import leave
 
-        raw = json.loads(options)
-        settings = Settings(**{**raw["settings"], "betas": tuple(raw["settings"]["betas"])})
-        job = make_job(settings, Path(folder), raw["code"])
-        if info.ranks > 1:
-            world = join(replace(info, launcher=""), job.config, job.plan, job.code)
-        else:
-            world = stay_alone(job.config, job.plan, job.code)
-        if world.replicas > 1:
-            stages = f" (rank {world.pipeline_rank} of replica {world.replica})"
-        elif world.ranks_of_stage:
-            (stage,) = (j for j, ranks in enumerate(world.ranks_of_stage) if rank in ranks)
-            stages = f" (stage {stage}{world.grid.whose(rank)})"
-        try:
-            with exits_as_errors():
-                run_rank(job, world, reporter)
-        except Stopped:  # not a failure for the parent process
-            left.mark_stopped()
+        work(own)
         leave()
-        left.mark_end(rank)
+        own.left.mark_end(info.rank)
         end_process(0)
     except Exception as error:
         # The parent process may end this rank while it waits below.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        failure = failure_of(error, rank, stages, left.step_of(rank), Path(folder))
-        code = 1 if left.write(failure) else CANNOT_WRITE
+        step = own.left.step_of(info.rank) if counts_steps else None
+        failure = failure_of(error, info.rank, own.stages, step, folder)
+        code = 1 if own.left.write(failure) else CANNOT_WRITE
         with contextlib.suppress(OSError):
             sys.stderr.write(failure.trace)
         if failure.consequence:
-            left.wait_for_cause()
+            own.left.wait_for_cause()
         end_process(code)

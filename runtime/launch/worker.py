@@ -1,22 +1,21 @@
-"""The process of a rank, started by the launcher: `python -m ... COMMAND OPTIONS FOLDER REPORTER`.
+"""The process of a rank, started by the launcher: `python -m ... STARTER MODULE ARGUMENTS`.
 
-COMMAND is the id of the process that starts the ranks. Importing torch takes seconds, in which that
-process may end; so this one is tied to it before anything else is imported.
+STARTER is the id of the process that starts the ranks. Importing torch takes seconds, in which that
+process may end; so this one is tied to it before the module, whose `run` it calls, is imported.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 from ..process import die_with
 
 
 def main() -> None:
-    command, *arguments = sys.argv[1:]
-    die_with(int(command))
-    from .rank import run
-
-    run(*arguments)
+    starter, module, *arguments = sys.argv[1:]
+    die_with(int(starter))
+    import_module(module).run(*arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,7 @@
+"""asyncpipe-comm: measures the links between ranks and explains what they cost."""
+
+from __future__ import annotations
+
+from .options import make_app
+
+app = make_app("asyncpipe-comm", "Measure the links between ranks, and explain what they cost.")

@@ -1,0 +1,195 @@
+"""A task of asyncpipe-comm -> its ranks, started on this machine or joined under a launcher.
+
+`run_task` starts a process for each rank, or finds the ranks that torchrun, srun or mpirun started;
+in each of them `run_rank(session, options)` of the task's module runs, and rank 0's answer is the
+result. Options and answers are JSON values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from itertools import permutations
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ..distributed.process_groups import connect, gather_alike, leave
+from ..distributed.ranks import ALONE, RankInfo, find_rank_info
+from ..errors import TransportError
+from ..launch.local import run_command, worker_command
+from ..launch.rank import OwnRank, as_rank
+from ..transports.choose import choose, find_circumstances, open_transport, whereabouts
+from ..transports.nccl import Lane
+from ..transports.protocol import DIRECTIONS, Transport
+from .rank_options import RankOptions
+
+TASKS = ("measure", "bench", "locality")
+"""The modules of this package with a `run_rank`; a process runs no others."""
+
+_ANSWER = "answer.json"
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank of a task.
+
+    info: this rank among the others.
+    hosts: the name of each rank's host.
+    transport: the transport between the ranks: local, shm, gloo, mpi or nccl.
+    device: the device that messages are on.
+    timeout_s: the longest wait for another rank.
+    group: a gloo group of all ranks, torch's default one; None for a lone rank.
+    """
+
+    info: RankInfo
+    hosts: tuple[str, ...]
+    transport: str
+    device: torch.device
+    timeout_s: float
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.info.rank
+
+    @property
+    def ranks(self) -> int:
+        return self.info.ranks
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it. Raises TransportError, with the ranks that have
+        not, on a timeout."""
+        if self.group is None:
+            return
+        try:
+            dist.barrier(group=self.group)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.rank} on {self.hosts[self.rank]} waited {self.timeout_s:g} s for the "
+                f"others: {' '.join(str(error).split())[:200]}",
+                "See what the other ranks do, or allow more time with --timeout-s.",
+            ) from error
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The JSON value of each rank, on all ranks."""
+        return _gathered(value, self.ranks, self.group)
+
+    def open_transport(self, lanes: Iterable[Lane] | None = None) -> Transport:
+        """A transport among all ranks, which all of them open.
+
+        lanes: the pairs of ranks that communicate, as NCCL needs to know them. [default: all]
+        """
+        pairs = permutations(range(self.ranks), 2)
+        all_pairs = [(way, *pair) for pair in pairs for way in sorted({*DIRECTIONS.values()})]
+        return open_transport(
+            self.transport,
+            self.group,
+            timeout_s=self.timeout_s,
+            device=self.device,
+            lanes=all_pairs if lanes is None else lanes,
+        )
+
+
+def run_task(task: str, options: Mapping[str, Any], where: RankOptions) -> Any:
+    """Runs a task in all ranks; returns rank 0's answer, and None in another rank of a launcher.
+
+    Raises RankError with the first cause when a rank that was started here fails.
+    """
+    info = find_rank_info(os.environ, master_addr=where.master_addr, master_port=where.master_port)
+    if info is not None:
+        answer = _as_member(info, task, options, where)
+        return answer if info.rank == 0 else None
+    if where.ranks == 1:
+        return _as_member(ALONE, task, options, where)
+    with tempfile.TemporaryDirectory(prefix="asyncpipe-comm-") as name:
+        folder = Path(name)
+        given = json.dumps({"task": task, "options": dict(options), "where": asdict(where)})
+        command = worker_command(__name__, name, given)
+        run_command(command, where.ranks, folder, over_mpi=where.transport == "mpi")
+        return json.loads((folder / _ANSWER).read_text(encoding="utf-8"))
+
+
+def _as_member(info: RankInfo, task: str, options: Mapping[str, Any], where: RankOptions) -> Any:
+    """This rank's answer, once all ranks have one."""
+    run_rank = _run_rank_of(task)
+    session = _open_session(info, where)
+    try:
+        answer = run_rank(session, options)
+        session.barrier()
+    finally:
+        leave()
+    return answer
+
+
+def _run_rank_of(task: str) -> Callable[[Session, Mapping[str, Any]], Any]:
+    if task not in TASKS:
+        raise ValueError(f"{task!r} is not a task: {', '.join(TASKS)}")
+    run_rank: Callable[[Session, Mapping[str, Any]], Any] = import_module(
+        f"{__package__}.{task}"
+    ).run_rank
+    return run_rank
+
+
+def _open_session(info: RankInfo, where: RankOptions) -> Session:
+    """Connects to the other ranks and agrees with them on a transport and a device."""
+    group = None
+    if info.ranks > 1:
+        group = connect(
+            info,
+            requested=where.interface,
+            timeout_s=where.timeout_s,
+            over_mpi=where.transport == "mpi",
+        )
+    device = _device(where.device, info, group)
+    places = [whereabouts(device)]
+    if group is not None:
+        places = gather_alike(places[0], info.ranks, group)
+    choice = choose(where.transport, find_circumstances(group, places))
+    hosts = tuple(_gathered(socket.gethostname(), info.ranks, group))
+    return Session(info, hosts, choice.name, device, where.timeout_s, group)
+
+
+def _device(name: str, info: RankInfo, group: dist.ProcessGroup | None) -> torch.device:
+    """The device of this rank; with `auto` a GPU if every rank of every host has its own."""
+    has_own = torch.cuda.device_count() >= info.local_ranks
+    if name == "auto":
+        name = "cuda" if all(_gathered(has_own, info.ranks, group)) else "cpu"
+    elif name == "cuda" and not has_own:
+        raise TransportError(
+            f"{socket.gethostname()} has {torch.cuda.device_count()} GPUs for {info.local_ranks} "
+            "ranks.",
+            "--device cpu, or fewer ranks.",
+        )
+    if name == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(info.local_rank)
+    return torch.device("cuda", info.local_rank)
+
+
+def _gathered(value: Any, ranks: int, group: dist.ProcessGroup | None) -> list[Any]:
+    if group is None:
+        return [value]
+    content = json.dumps(value).encode()
+    sizes = gather_alike(len(content).to_bytes(8, "big"), ranks, group)
+    longest = max(int.from_bytes(size, "big") for size in sizes)
+    return [json.loads(part) for part in gather_alike(content.ljust(longest), ranks, group)]
+
+
+def run(folder: str, given: str) -> NoReturn:
+    """Runs a task as one of the processes that `run_task` started."""
+    raw = json.loads(given)
+
+    def work(own: OwnRank) -> None:
+        answer = _as_member(own.info, raw["task"], raw["options"], RankOptions(**raw["where"]))
+        if own.info.rank == 0:
+            (Path(folder) / _ANSWER).write_text(json.dumps(answer), encoding="utf-8")
+
+    as_rank(Path(folder), work, counts_steps=False)
