@@ -23,13 +23,14 @@ from torch import Tensor
 
 from ..errors import TransportError
 
-ChannelKind = Literal["activation", "gradient", "shared gradient", "checksum"]
+ChannelKind = Literal["activation", "gradient", "shared gradient", "checksum", "message"]
 
 DIRECTIONS: dict[ChannelKind, str] = {
     "activation": "activations",
     "gradient": "gradients",
     "shared gradient": "control",
     "checksum": "control",
+    "message": "control",
 }
 """Kind of channel -> the traffic it belongs to; each kind of traffic has its own process group."""
 
