@@ -20,8 +20,8 @@ from pathlib import Path
 
 from machine import write_result
 
+from asyncpipe.runtime.communication.hosts import Host, hosts
 from asyncpipe.runtime.plan.plan import read_plan
-from asyncpipe.tests.support.processes.hosts import Host, hosts
 
 SCRIPTS = Path(sys.executable).parent
 MODEL = {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 256}

@@ -20,13 +20,13 @@ from typing import Any
 
 import pytest
 
+from asyncpipe.runtime.communication.hosts import Host, HostsError, cut_link, hosts, restore_link
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.transports.mpi import mpiexec
 from asyncpipe.tests.runtime.training.test_stage_replicas import replicate
 from asyncpipe.tests.support.models.generated import CASES, cut
 from asyncpipe.tests.support.models.hand_folders import FAILING, write_mlp
 from asyncpipe.tests.support.processes import fake_slurm
-from asyncpipe.tests.support.processes.hosts import Host, HostsError, cut_link, hosts, restore_link
 from asyncpipe.tests.support.processes.quick_python import bin_folder, run
 from asyncpipe.tests.support.processes.silent_reporter import FACTORY, events_of
 
@@ -51,7 +51,7 @@ def two_hosts(*, names_file: str = "") -> Iterator[list[Host]]:
             yield made
     except HostsError as refusal:
         warnings.warn(f"NO TEST OF SEVERAL HOSTS: {refusal}", stacklevel=1)
-        pytest.skip(f"this machine cannot play several hosts: {refusal}")
+        pytest.skip(str(refusal))
 
 
 class Started:

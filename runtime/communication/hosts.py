@@ -1,9 +1,10 @@
-"""Several hosts on one machine, for tests and benchmarks: network namespaces joined by a link.
+"""Several hosts emulated on one machine: network namespaces joined by a bridge.
 
-A host is a process that sleeps in namespaces of its own (network, host name, mounts), and what
-runs "on" it enters them. All hosts hang on one bridge; each has an `eth0` whose bandwidth may be
-limited, its own name, and a file of host names. Nothing outlives the processes, and nothing of
-the machine's own network is touched. Root is needed, or a kernel that lets users make namespaces.
+A host is a process that sleeps in namespaces of its own (network, host name, mounts); commands
+that run on the host enter them. Each host has an `eth0` on the bridge whose bandwidth may be
+limited, its own name, and a file of host names. The namespaces end with the process that made them,
+and the machine's own network stays as it is. This requires root, or a kernel that lets users make
+namespaces.
 """
 
 from __future__ import annotations
@@ -18,43 +19,60 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import AsyncPipeError
+
 NEEDED = ("ip", "tc", "unshare", "nsenter", "mount")
-_SLEEP = "import signal, sys; sys.stdout.write('x'); sys.stdout.flush(); signal.pause()"
+# A host's process ends with the one that made it: 1 is PR_SET_PDEATHSIG, 9 SIGKILL.
+_SLEEP = (
+    "import ctypes, signal, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "sys.stdout.write('x'); sys.stdout.flush(); signal.pause()"
+)
 
 
-class HostsError(RuntimeError):
-    """This machine cannot play several hosts; says what is missing."""
+class HostsError(AsyncPipeError):
+    """This machine cannot emulate several hosts."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host that runs: its name, its address, and how to enter it."""
+    """An emulated host.
+
+    name, address: its host name and its address on the bridge.
+    enter: the command, with its arguments, that enters its namespaces.
+    """
 
     name: str
     address: str
     enter: tuple[str, ...]
 
     def command(self, *command: str) -> list[str]:
-        """The command that runs another one there."""
+        """The command line that runs a command on this host."""
         return [*self.enter, *command]
 
     def run(self, *command: str) -> str:
-        """Runs it to its end; its output. Raises HostsError when it fails."""
+        """Runs a command on this host to its end; returns its output. Raises HostsError when it
+        fails."""
         return _run(self.command(*command))
 
 
 @contextmanager
 def hosts(
-    names: Sequence[str], *, mbit_s: float | None = None, names_file: str = ""
+    names: Sequence[str],
+    *,
+    mbit_s: float | Sequence[float | None] | None = None,
+    names_file: str = "",
 ) -> Iterator[list[Host]]:
-    """Hosts with addresses 10.77.0.1, .2, .. on one network, each sending at most `mbit_s`.
+    """Makes hosts with addresses 10.77.0.1, .2, .. on one network.
 
-    Every host knows all names, in its /etc/hosts; `names_file` is its content instead, where
-    that is to be wrong. Raises HostsError where the machine cannot do this.
+    mbit_s: the rate in Mbit/s at which each host sends at most; a sequence has one for each host.
+    names_file: the content of /etc/hosts on all hosts, instead of the right names of all.
+
+    Raises HostsError where the machine cannot do this.
     """
     missing = [tool for tool in NEEDED if shutil.which(tool) is None]
     if missing:
-        raise HostsError(f"{', '.join(missing)} not found")
+        raise _impossible(f"{', '.join(missing)} not found")
+    rates = mbit_s if isinstance(mbit_s, Sequence) else [mbit_s] * len(names)
     addresses = [f"10.77.0.{number}" for number in range(1, len(names) + 1)]
     known = names_file or "".join(
         f"{address} {name}\n" for address, name in zip(addresses, names, strict=True)
@@ -71,7 +89,7 @@ def hosts(
         _run([*on_switch, "ip", "link", "add", "switch", "type", "bridge"])
         _run([*on_switch, "ip", "link", "set", "switch", "up"])
         made = []
-        for name, address in zip(names, addresses, strict=True):
+        for name, address, rate in zip(names, addresses, rates, strict=True):
             pid = stack.enter_context(
                 _sleeping(*as_root, "unshare", "--net", "--uts", "--mount", "--propagation=private")
             )
@@ -80,18 +98,18 @@ def hosts(
                 address,
                 (*as_root, "nsenter", f"--target={pid}", "--net", "--uts", "--mount"),
             )
-            _connect(host, pid, on_switch, file, mbit_s)
+            _connect(host, pid, on_switch, file, rate)
             made.append(host)
         yield made
 
 
 def cut_link(host: Host) -> None:
-    """Pulls the cable: packets from and to the host are lost from now on."""
+    """Cuts the link of a host: all packets from and to it are lost from now on."""
     host.run("ip", "link", "set", "eth0", "down")
 
 
 def restore_link(host: Host) -> None:
-    """Puts the cable back in."""
+    """Restores the link of a host."""
     host.run("ip", "link", "set", "eth0", "up")
 
 
@@ -99,7 +117,7 @@ def _connect(
     host: Host, pid: int, on_switch: tuple[str, ...], file: Path, mbit_s: float | None
 ) -> None:
     set_name = "import socket, sys; socket.sethostname(sys.argv[1])"
-    host.run(sys.executable, "-c", set_name, host.name)
+    host.run(sys.executable, "-I", "-c", set_name, host.name)
     host.run("mount", "--bind", str(file), "/etc/hosts")
     port = f"to-{host.name}"
     _run(
@@ -119,9 +137,9 @@ def _connect(
 
 @contextmanager
 def _sleeping(*command: str) -> Iterator[int]:
-    """The process of a sleeper in the namespaces that the command makes."""
+    """The id of a process that sleeps in the namespaces that the command makes."""
     process = subprocess.Popen(
-        [*command, sys.executable, "-c", _SLEEP],
+        [*command, sys.executable, "-I", "-c", _SLEEP],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -129,7 +147,7 @@ def _sleeping(*command: str) -> Iterator[int]:
     assert process.stdout is not None and process.stderr is not None
     try:
         if process.stdout.read(1) != "x":
-            raise HostsError(f"{' '.join(command)}: {process.stderr.read().strip()}")
+            raise _impossible(f"{' '.join(command)}: {process.stderr.read().strip()}")
         yield process.pid
     finally:
         process.kill()
@@ -139,5 +157,12 @@ def _sleeping(*command: str) -> Iterator[int]:
 def _run(command: Sequence[str]) -> str:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise HostsError(f"{' '.join(command)}: {result.stderr.strip()}")
+        raise _impossible(f"{' '.join(command)}: {result.stderr.strip()}")
     return result.stdout
+
+
+def _impossible(reason: str) -> HostsError:
+    return HostsError(
+        f"this machine cannot emulate several hosts: {reason}.",
+        "Run as root on Linux with iproute2 and util-linux, in a container with --privileged.",
+    )
