@@ -23,7 +23,14 @@ from ..runtime.executor.run import where_in_stage
 from ..runtime.plan.plan import Plan, StageSpec
 from ..runtime.plan.structure import rebuilt
 from .capture import Arguments, read_arguments
-from .capture.check import MAX_PARAMETERS_WITH_GRADIENTS, compare, detached, leaves_of, total_of
+from .capture.check import (
+    MAX_PARAMETERS_WITH_GRADIENTS,
+    Differs,
+    compare,
+    detached,
+    leaves_of,
+    total_of,
+)
 from .capture.graph import is_refusal
 from .capture.model_state import (
     Noise,
@@ -52,50 +59,12 @@ from .capture.sizes import (
     sizes_text,
     smaller_sizes,
 )
+from .verdict import TOLERANCE, TOLERANCE_IN_DOUBLE, Verified, doubled, follow, rounding_or_defect
 
 Refused = Callable[[Mapping[str, int]], str]
 """The reason why the stages refuse sizes; empty if they accept them."""
-TOLERANCE = 1e-4
 _MANY = 100_000
 """The number of input elements above which a large model is not run at larger sizes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """The result of a comparison at `sizes`; `captured` are the sizes of the capture.
-
-    gradients: the number of gradients; 0 when only shapes were compared (a model on meta)
-    noise: the values that noise moved before the comparison
-    refused: the message of the stages about sizes well above the captured ones, if they refuse them
-    """
-
-    sizes: Mapping[str, int]
-    captured: Mapping[str, int]
-    outputs: int
-    gradients: int
-    largest_difference: float
-    noise: Noise = Noise.ALL
-    refused: str = ""
-
-    @property
-    def summary(self) -> str:
-        where = sizes_text(self.sizes, " at ")
-        if self.sizes and self.sizes == self.captured:
-            where += " as captured (the original accepts no other size that was tried)"
-        if not self.gradients:
-            return f"shapes of all outputs match the original model{where} (no weights to run)"
-        return (
-            f"loss, outputs and all {self.gradients} gradients match the original model{where} "
-            f"(largest difference {self.largest_difference:.0e}{_LESS_NOISE[self.noise]})"
-            f"{'; ' if self.refused else ''}{self.refused}"
-        )
-
-
-_LESS_NOISE = {
-    Noise.ALL: "",
-    Noise.PARAMETERS: "; compared with the original buffers, since the model fails with others",
-    Noise.NONE: "; compared with the original weights, since the model fails with others",
-}
 
 
 def verify(
@@ -118,8 +87,8 @@ def verify(
     where the model can compute with moved ones. `changing` are the parameters that forward
     changes; even a large model needs copies of these. `refused` gives the reason why stages refuse
     sizes; nothing is compared at such sizes. Raises PlanError with the name of the first value
-    that differs by more than `TOLERANCE` (relative to the largest magnitude in it), and where the
-    model itself fails.
+    that differs by more than `TOLERANCE` (relative to the largest magnitude in it), unless it is
+    rounding, and where the model itself fails.
     """
     given = read_arguments(model, example_inputs)
     with unchanged(model):
@@ -130,13 +99,35 @@ def verify(
         pair = _Pair(model, plan, stages, given, constants or {}, refused)
         if on_meta:
             return _verify_shapes(pair, sizes)
-        for noise in Noise:
-            with working_copies(model, noise, changing) as copies:
-                try:
-                    return _Comparison(pair, copies, noise).verified(sizes)
-                except UnfitNoise:
-                    continue
-        raise AssertionError("without noise the model is what it is")
+        try:
+            return _verified(pair, sizes, changing)
+        except Differs as error:
+            repeat = partial(_verified_in_double, pair, sizes, changing)
+            return rounding_or_defect(model, error, repeat)
+
+
+def _verified_in_double(
+    pair: _Pair, sizes: Mapping[str, int] | None, changing: Collection[str] | None
+) -> Verified:
+    """Compares with a model that is in float64, with inputs in float64."""
+    for stage in pair.stages:
+        follow(stage, pair.model)
+    given = replace(pair.given, tensors=doubled(pair.given.tensors))
+    double = replace(pair, given=given, tolerance=TOLERANCE_IN_DOUBLE)
+    return _verified(double, sizes, changing)
+
+
+def _verified(
+    pair: _Pair, sizes: Mapping[str, int] | None, changing: Collection[str] | None
+) -> Verified:
+    """Compares with as much noise as the model can compute with."""
+    for noise in Noise:
+        with working_copies(pair.model, noise, changing) as copies:
+            try:
+                return _Comparison(pair, copies, noise).verified(sizes)
+            except UnfitNoise:
+                continue
+    raise AssertionError("without noise the model is what it is")
 
 
 def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
@@ -179,6 +170,7 @@ class _Pair:
     given: the model's example inputs
     constants: tensors that the stages hold as buffers and that are not buffers of the model
     refused: gives the reason why the stages refuse sizes
+    tolerance: the relative difference that is allowed
     """
 
     model: nn.Module
@@ -187,6 +179,7 @@ class _Pair:
     given: Arguments
     constants: Mapping[str, Tensor]
     refused: Refused
+    tolerance: float = TOLERANCE
 
     def sample(
         self, sizes: Mapping[str, int] | None, attempt: Callable[[Tensors], Attempted]
@@ -282,7 +275,7 @@ class _Comparison:
                 ("input", expected.inputs, actual.inputs),
             ):
                 try:
-                    largest = max(largest, compare(theirs, ours, TOLERANCE, kind))
+                    largest = max(largest, compare(theirs, ours, self.pair.tolerance, kind))
                 except PlanError as error:
                     raise self._explained(sample.inputs, error) from error.__cause__
         return largest

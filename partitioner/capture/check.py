@@ -336,10 +336,25 @@ def detached(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {path: value.detach().clone() for path, value in outputs.items()}
 
 
+class Differs(PlanError):
+    """A value of the stages that is not the original's.
+
+    difference: the largest difference, relative to the largest magnitude in the value
+    """
+
+    def __init__(self, kind: str, name: str, difference: float, tolerance: float) -> None:
+        super().__init__(
+            f"the {kind} {name} of the generated stages differs from the original's by "
+            f"{difference:.1e} of its largest magnitude; {tolerance:.0e} is allowed.",
+            _REPORT,
+        )
+        self.difference = difference
+
+
 def compare(
     expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, kind: str
 ) -> float:
-    """The largest relative difference; raises PlanError for the first value beyond tolerance."""
+    """The largest relative difference; raises Differs for the first value beyond tolerance."""
     if expected.keys() != actual.keys():
         name = sorted(expected.keys() ^ actual.keys())[0]
         where = "the original" if name in expected else "the stages"
@@ -370,11 +385,7 @@ def compare(
         scale = max(_finite_magnitude(theirs), floor, of_terms)
         difference = _magnitude(theirs - ours) / scale
         if not difference <= tolerance:
-            raise PlanError(
-                f"the {kind} {name} of the generated stages differs from the original's by "
-                f"{difference:.1e} of its largest magnitude; {tolerance:.0e} is allowed.",
-                _REPORT,
-            )
+            raise Differs(kind, name, difference, tolerance)
         largest = max(largest, difference)
     return largest
 

@@ -145,6 +145,11 @@ def _mutable_state(model: nn.Module) -> tuple[list[tuple[_Place, _Place]], list[
     return list(containers.values()), tensors
 
 
+def plain_tensors(model: nn.Module) -> list[Tensor]:
+    """The tensors in attributes of the modules that are neither parameters nor buffers."""
+    return _mutable_state(model)[1]
+
+
 def _refill(place: _Place, before: _Place) -> None:
     """Restores the items of a container, if they have changed."""
     if isinstance(place, dict):

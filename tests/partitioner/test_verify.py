@@ -1,5 +1,6 @@
 """The check at the end of a partition: it passes on what is right, and sees what is not."""
 
+import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -48,6 +49,45 @@ def test_an_edit_that_changes_a_number_or_a_name_is_seen(
     stage.write_text(stage.read_text().replace(before, after))
     with pytest.raises(PlanError, match=message):
         verify(case.build(), read_plan(folder), folder, case.example_inputs)
+
+
+def test_a_difference_by_rounding_alone_is_decided_in_float64(tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    folder = cut(case, 2, tmp_path / "2p")
+    stage = folder / "stage_1.py"
+    rounded = re.sub(r"return (self.head.*)  #", r"return (\1 + 1e4) - 1e4  #", stage.read_text())
+    assert rounded != stage.read_text()
+    stage.write_text(rounded)
+    verified = verify(model := case.build(), read_plan(folder), folder, case.example_inputs)
+    assert 1e-4 < verified.rounding < 1e-2
+    assert verified.largest_difference < 1e-8
+    assert "in float32 by rounding" in verified.summary
+    assert all(each.dtype == torch.float32 for each in model.parameters())
+
+
+class _Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.second(self.first(x).relu()).float()
+
+
+def test_a_lost_autocast_is_no_rounding_although_float64_ignores_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    example = {"x": torch.randn(4, 6)}
+    plan = asyncpipe.partition(
+        _Autocast(), example, stages=2, output=tmp_path / "2p", profile="analytic"
+    )
+    verify(_Autocast(), plan, tmp_path / "2p", example)
+    for stage in (tmp_path / "2p").glob("stage_*.py"):
+        lost = re.sub(r"with torch.autocast\(.*\):", "if True:", stage.read_text())
+        assert lost != stage.read_text()
+        stage.write_text(lost)
+    with pytest.raises(PlanError, match="generated stages differs"):
+        verify(_Autocast(), plan, tmp_path / "2p", example)
 
 
 def test_a_mixture_of_experts_is_cut(tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""The result of a comparison of generated stages with their model, and a second one in float64.
+
+In float32, rounding alone may differ by more than the tolerance: a batch norm over two samples
+divides by almost nothing. In float64 rounding is 1e9 times smaller, and a defect is as large as
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from .capture.check import Differs
+from .capture.model_state import MOST_BYTES, Noise, plain_tensors
+from .capture.sizes import sizes_text
+
+TOLERANCE = 1e-4
+MOST_BY_ROUNDING = 100 * TOLERANCE
+TOLERANCE_IN_DOUBLE = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The result of a comparison at `sizes`; `captured` are the sizes of the capture.
+
+    gradients: the number of gradients; 0 when only shapes were compared (a model on meta)
+    noise: the values that noise moved before the comparison
+    refused: the message of the stages about sizes well above the captured ones, if they refuse them
+    rounding: a difference in float32 above the tolerance; the others are in float64 then
+    """
+
+    sizes: Mapping[str, int]
+    captured: Mapping[str, int]
+    outputs: int
+    gradients: int
+    largest_difference: float
+    noise: Noise = Noise.ALL
+    refused: str = ""
+    rounding: float = 0.0
+
+    @property
+    def summary(self) -> str:
+        where = sizes_text(self.sizes, " at ")
+        if self.sizes and self.sizes == self.captured:
+            where += " as captured (the original accepts no other size that was tried)"
+        if not self.gradients:
+            return f"shapes of all outputs match the original model{where} (no weights to run)"
+        rounded = (
+            f" in float64; {self.rounding:.0e} in float32 by rounding" if self.rounding else ""
+        )
+        return (
+            f"loss, outputs and all {self.gradients} gradients match the original model{where} "
+            f"(largest difference {self.largest_difference:.0e}{rounded}{_LESS_NOISE[self.noise]})"
+            f"{'; ' if self.refused else ''}{self.refused}"
+        )
+
+
+_LESS_NOISE = {
+    Noise.ALL: "",
+    Noise.PARAMETERS: "; compared with the original buffers, since the model fails with others",
+    Noise.NONE: "; compared with the original weights, since the model fails with others",
+}
+
+
+def rounding_or_defect(
+    model: nn.Module, error: Differs, repeat: Callable[[], Verified]
+) -> Verified:
+    """The result of `repeat`, which compares with a model in float64. Raises `error` if it is no
+    rounding: the difference is too large for it, or remains in float64, or the model has no
+    float64.
+    """
+    if error.difference > MOST_BY_ROUNDING:
+        raise error
+    try:
+        with in_double(model):
+            verified = repeat()
+    except Exception as other:
+        raise error from other
+    return replace(verified, rounding=error.difference)
+
+
+@contextmanager
+def in_double(model: nn.Module) -> Iterator[None]:
+    """Makes all float32 tensors of the model float64 for the block. Raises TypeError for a model
+    that needs too much memory for it, or whose tensors share memory."""
+    tensors = {id(each): each for each in (*model.parameters(), *plain_tensors(model))}
+    tensors |= {id(each): each for each in model.buffers()}
+    own = [(each, each.data) for each in tensors.values() if each.dtype == torch.float32]
+    if len({each.untyped_storage()._cdata for each, _ in own}) < len(own):
+        raise TypeError("tensors of the model share memory")
+    if sum(2 * each.untyped_storage().nbytes() for each, _ in own) > MOST_BYTES:
+        raise TypeError("the model is too large for float64")
+    with patch.object(torch.autocast, "__enter__", _entered):
+        try:
+            for tensor, data in own:
+                tensor.data = data.double()
+            yield
+        finally:
+            for tensor, data in own:
+                tensor.data = data
+
+
+_enter = torch.autocast.__enter__
+
+
+def _entered(region: Any) -> Any:
+    """Refuses autocast, which leaves float64 as it is, so that the comparison would not see it."""
+    if region._enabled:
+        raise TypeError("the model uses autocast")
+    return _enter(region)
+
+
+def follow(stage: nn.Module, model: nn.Module) -> None:
+    """Makes the buffers float64 that are float64 in the model. A tensor that forward itself makes
+    stays as forward makes it."""
+    for name, buffer in list(stage.named_buffers()):
+        path, _, leaf = name.rpartition(".")
+        with suppress(AttributeError):
+            if getattr(model.get_submodule(path), leaf).dtype == torch.float64:
+                setattr(stage.get_submodule(path), leaf, buffer.double())
+
+
+def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with those of float32 in float64."""
+    return {
+        name: each.double() if each.dtype == torch.float32 else each
+        for name, each in tensors.items()
+    }
