@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import log
 from typing import Any
@@ -152,26 +152,53 @@ def batch_identity(config: RunConfig, task: Task) -> str:
     return f"{batch.samples} {task.unit} per step = {product}"
 
 
-def gpu_of_rank(plan: Plan, ranks: int, ranks_per_gpu: int = 1) -> tuple[int, ...]:
-    """The GPU of each rank of one machine: stages that the plan has on one rank share one, and
-    so do every `ranks_per_gpu` in a row. Whole replicas have one set of GPUs after the other."""
-    gpus = tuple(range(ranks))
+def gpu_of_rank(
+    plan: Plan, ranks: Sequence[int], ranks_per_gpu: int = 1, gpus: int = 0
+) -> tuple[int, ...]:
+    """The GPU of each of the ranks of one machine, which sees `gpus` of them.
+
+    A plan for a file of devices names the GPU of each rank by its number in that file; if fewer are
+    visible, those that the plan uses count from 0. Otherwise stages that the plan has on one rank
+    share one, and whole replicas have one set of GPUs after the other. Every `ranks_per_gpu` GPUs
+    of this count in a row become one.
+    """
+    numbers = _device_numbers(plan, ranks)
+    if numbers:
+        if ranks_per_gpu == 1 and max(numbers) < gpus:
+            return numbers
+        return tuple(sorted(numbers).index(number) // ranks_per_gpu for number in numbers)
+    of_rank = tuple(range(len(ranks)))
     stages = len(plan.stages)
-    if ranks % stages == 0:
+    if len(ranks) % stages == 0:
         planned = sorted(set(plan.device_of_stage))
         of_stage = [planned.index(device) for device in plan.device_of_stage]
-        gpus = tuple(
-            replica * len(planned) + gpu for replica in range(ranks // stages) for gpu in of_stage
+        of_rank = tuple(
+            replica * len(planned) + gpu
+            for replica in range(len(ranks) // stages)
+            for gpu in of_stage
         )
-    return tuple(gpu // ranks_per_gpu for gpu in gpus)
+    return tuple(gpu // ranks_per_gpu for gpu in of_rank)
 
 
-def check_devices(options: ExecutionOptions, plan: Plan, ranks: int, gpus: int) -> None:
+def _device_numbers(plan: Plan, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The planned device of each rank among those of its host; () unless these are all ranks that
+    the plan has on one host.
+    """
+    specs = plan.setting.ranks
+    hosts = [specs[rank].host for rank in ranks if rank < len(specs)]
+    on_host = [rank for rank, spec in enumerate(specs) if spec.host in hosts[:1]]
+    numbers = [specs[rank].number for rank in on_host]
+    if [*ranks] != on_host:
+        return ()
+    return tuple(number for number in numbers if number is not None) if None not in numbers else ()
+
+
+def check_devices(options: ExecutionOptions, plan: Plan, ranks: Sequence[int], gpus: int) -> None:
     """Raises SettingsError when the ranks of this machine need more GPUs than there are."""
     if options.device == "cpu":
         return
-    unshared = 1 + max(gpu_of_rank(plan, ranks))
-    if 1 + max(gpu_of_rank(plan, ranks, options.ranks_per_gpu)) <= gpus:
+    unshared = len(set(gpu_of_rank(plan, ranks)))
+    if len(set(gpu_of_rank(plan, ranks, options.ranks_per_gpu))) <= gpus:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
@@ -182,7 +209,7 @@ def check_devices(options: ExecutionOptions, plan: Plan, ranks: int, gpus: int) 
     if gpus > 1:
         ways.append(f"partition again with --stages {gpus}")
     raise SettingsError(
-        f"{ranks} ranks on this machine, but {gpus or 'no'} {noun} visible{shown}.",
+        f"{len(ranks)} ranks on this machine, but {gpus or 'no'} {noun} visible{shown}.",
         f"{', or '.join(ways)}.",
     )
 

@@ -427,9 +427,10 @@ def _gpus_of(
     gpus = {}
     for rank in local:
         sharing = [other for other in local if resources[other].gpus == resources[rank].gpus]
-        check_devices(options, plan, len(sharing), len(resources[rank].gpus))
-        index = gpu_of_rank(plan, len(sharing), options.ranks_per_gpu)[sharing.index(rank)]
-        gpus[rank] = resources[rank].gpus[index]
+        visible = resources[rank].gpus
+        check_devices(options, plan, sharing, len(visible))
+        of_rank = gpu_of_rank(plan, sharing, options.ranks_per_gpu, len(visible))
+        gpus[rank] = visible[of_rank[sharing.index(rank)]]
     return gpus
 
 

@@ -225,7 +225,7 @@ def start_ranks(job: Job, reporter: str, on_launch: Callable[[int], None]) -> Pa
     """
     schedule = make_segment(job.plan, job.config, steps=1)
     grid = grid_of(schedule, job.config.replicas)
-    check_devices(job.config, job.plan, grid.processes, torch.cuda.device_count())
+    check_devices(job.config, job.plan, range(grid.processes), torch.cuda.device_count())
     expect_transport(job.config, job.plan, grid.ranks)
     job = make_folder(job)
     on_launch(grid.processes)

@@ -118,11 +118,13 @@ class RankSpec:
     device: the name of its device
     memory_bytes: the memory of the device; None for no limit
     host: the host of the rank; "" if all ranks are on one
+    number: the place of the device among those of its host in the device file; None if left open
     """
 
     device: str
     memory_bytes: int | None = None
     host: str = ""
+    number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

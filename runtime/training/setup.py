@@ -94,7 +94,8 @@ def expect_transport(options: ExecutionOptions, plan: Plan, ranks: int) -> Trans
     where = Circumstances(
         ranks,
         on_gpus=on_gpus,
-        own_gpus=on_gpus and len(set(gpu_of_rank(plan, ranks, options.ranks_per_gpu))) == ranks,
+        own_gpus=on_gpus
+        and len(set(gpu_of_rank(plan, range(ranks), options.ranks_per_gpu))) == ranks,
         has_nccl=on_gpus and has_nccl(),
     )
     return choose(options.transport, where)

@@ -121,6 +121,27 @@ def test_a_rank_takes_its_gpu_and_the_cores_near_it(mlp4: Plan) -> None:
         machine_of(mlp4, 0, *[on_gpus] * 4, given=settings(device="cuda"))
 
 
+def test_a_rank_takes_the_gpu_that_the_plan_has_for_it(mlp4: Plan) -> None:
+    numbers = {"a": (3, 0, 2, 1), "b": (1, 0)}
+    specs = tuple(
+        RankSpec(f"gpu{number}", host=host, number=number)
+        for host, of_host in numbers.items()
+        for number in of_host
+    )
+    on_a = replace(ON_A, gpus=tuple(Gpu(f"a{n}") for n in range(4)))
+    on_b = replace(ON_B, gpus=tuple(Gpu(f"b{n}") for n in range(2)))
+    one_host = replace(mlp4, setting=replace(mlp4.setting, ranks=specs[:4]))
+    found = [machine_of(one_host, n, *[on_a] * 4, given=settings(device="cuda")) for n in range(4)]
+    assert [each.device for each in found] == ["cuda:3", "cuda:0", "cuda:2", "cuda:1"]
+    both = replace(mlp4, setting=replace(mlp4.setting, ranks=specs))
+    every = [on_a] * 4 + [on_b] * 2
+    found = [machine_of(both, n, *every, given=settings(device="cuda")) for n in (0, 3, 4, 5)]
+    assert [each.device for each in found] == ["cuda:3", "cuda:1", "cuda:1", "cuda:0"]
+    two = settings(device="cuda", ranks_per_gpu=2)
+    found = [machine_of(one_host, n, *[on_a] * 4, given=two) for n in range(4)]
+    assert [each.device for each in found] == ["cuda:1", "cuda:0", "cuda:1", "cuda:0"]
+
+
 def test_a_rank_that_sees_one_gpu_of_its_own_takes_it(mlp4: Plan) -> None:
     each = [replace(ON_A, gpus=(Gpu(name),)) for name in "abcd"]
     found = [machine_of(mlp4, rank, *each, given=settings(device="cuda")) for rank in range(4)]

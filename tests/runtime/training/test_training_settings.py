@@ -464,21 +464,21 @@ def test_a_wrong_number_of_ranks_is_refused(text: Plan) -> None:
 def test_more_ranks_than_gpus_are_refused(mlp: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     on_gpus = Settings(folder="x", device="cuda")
-    check_devices(Settings(folder="x"), mlp, 4, 0)
-    check_devices(on_gpus, mlp, 2, 2)
+    check_devices(Settings(folder="x"), mlp, range(4), 0)
+    check_devices(on_gpus, mlp, range(2), 2)
     with pytest.raises(SettingsError) as error:
-        check_devices(on_gpus, mlp, 4, 2)
+        check_devices(on_gpus, mlp, range(4), 2)
     assert message(error) == (
         "4 ranks on this machine, but 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,1).\n"
         "Share them: --ranks-per-gpu 2 (slower), or --device cpu, or partition again with "
         "--stages 2."
     )
-    check_devices(replace(on_gpus, ranks_per_gpu=2), mlp, 4, 2)
+    check_devices(replace(on_gpus, ranks_per_gpu=2), mlp, range(4), 2)
     with pytest.raises(SettingsError, match="5 ranks on this machine, but 2 GPUs") as error:
-        check_devices(replace(on_gpus, ranks_per_gpu=2), mlp, 5, 2)
+        check_devices(replace(on_gpus, ranks_per_gpu=2), mlp, range(5), 2)
     assert "--ranks-per-gpu 3 (slower)" in message(error)
     with pytest.raises(SettingsError, match="but no GPUs visible") as error:
-        check_devices(on_gpus, mlp, 4, 0)
+        check_devices(on_gpus, mlp, range(4), 0)
     assert error.value.cure == "--device cpu."
 
 
@@ -489,12 +489,12 @@ def on_ranks(plan: Plan, *ranks: tuple[int, ...]) -> Plan:
 
 def test_stages_that_the_plan_has_on_one_rank_share_its_gpu(mlp: Plan) -> None:
     mixed = on_ranks(mlp, (0,), (1,), (0,))
-    assert gpu_of_rank(mixed, 3) == (0, 1, 0)
-    assert gpu_of_rank(mixed, 1) == (0,)  # all stages in one process
-    assert gpu_of_rank(on_ranks(mlp, (0, 1), (2, 3)), 2) == (0, 1)
-    assert gpu_of_rank(mlp, 2) == (0, 1)
-    assert gpu_of_rank(mlp, 5, 2) == (0, 0, 1, 1, 2)
-    assert gpu_of_rank(mixed, 6) == (0, 1, 0, 2, 3, 2)  # two replicas
+    assert gpu_of_rank(mixed, range(3)) == (0, 1, 0)
+    assert gpu_of_rank(mixed, range(1)) == (0,)  # all stages in one process
+    assert gpu_of_rank(on_ranks(mlp, (0, 1), (2, 3)), range(2)) == (0, 1)
+    assert gpu_of_rank(mlp, range(2)) == (0, 1)
+    assert gpu_of_rank(mlp, range(5), 2) == (0, 0, 1, 1, 2)
+    assert gpu_of_rank(mixed, range(6)) == (0, 1, 0, 2, 3, 2)  # two replicas
 
 
 def test_a_plan_with_replicas_of_which_one_is_trained_says_so(mlp: Plan) -> None:
