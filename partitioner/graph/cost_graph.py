@@ -70,8 +70,7 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
     Raises PlanError if the graph is empty, has a cycle, or a cost is not a number >= 0.
     """
     link, groups = link or Link(), _program_order(graph)
-    position = {group: index for index, group in enumerate(groups)}
-    nodes = [graph.nodes[group] for group in groups]
+    position, nodes = {group: n for n, group in enumerate(groups)}, [graph.nodes[n] for n in groups]
     forward, backward = _costs(graph, groups, "forward_ms"), _costs(graph, groups, "backward_ms")
     values = _values(graph, position, has_backward=bool(backward.any()))
     transfer_ms = np.array([value.transfer_ms(link) for value in values], dtype=np.float64)
@@ -86,6 +85,7 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
         values=values,
         send_ms=transfer_ms,
         receive_ms=transfer_ms,
+        duplex=link.duplex,
         parameters=_shared_bytes(map(_parameters_of, nodes)),
         saved=_shared_bytes(map(_saved, nodes)),
         frozen=_shared_bytes(map(_frozen, nodes)),

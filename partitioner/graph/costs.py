@@ -39,11 +39,13 @@ class Link:
     latency_ms: the time of a message without bytes
     bytes_per_s: bandwidth of one direction
     overlap: transfers of a micro-batch overlap with the computation of another one
+    duplex: bandwidth of both directions at once as a multiple of `bytes_per_s`, 1 to 2
     """
 
     latency_ms: float = 0.0
     bytes_per_s: float = math.inf
     overlap: bool = False
+    duplex: float = 1.0
 
     def transfer_ms(self, num_bytes: float) -> float:
         """Milliseconds of one message; 0 without bytes, because nothing is sent."""
@@ -56,13 +58,25 @@ class Link:
 
     def exchange_ms(self, num_bytes: float) -> float:
         """Milliseconds in which two holders of a parameter send each other its gradient."""
-        return 2 * self.transfer_ms(num_bytes)
+        once_ms = self.transfer_ms(num_bytes)
+        return float(both_ways_ms(once_ms, once_ms, self.duplex))
 
     def all_reduce_ms(self, num_bytes: Floats, ranks: int) -> Floats:
         """Milliseconds of a ring over `ranks` that sums tensors of these bytes (Patarasuk, Yuan:
         "Bandwidth optimal all-reduce", 2009)."""
         once_ms = self.latency_ms + 1e3 * (num_bytes / ranks) / self.bytes_per_s
         return np.where(num_bytes, 2 * (ranks - 1) * once_ms, 0.0)
+
+
+def both_ways_ms(
+    sending_ms: Floats | float, receiving_ms: Floats | float, duplex: float
+) -> Floats | float:
+    """Milliseconds in which a rank sends and receives: one after the other with a `duplex` of 1, at
+    the same time with 2."""
+    in_turn_ms = sending_ms + receiving_ms
+    if duplex == 1:
+        return in_turn_ms
+    return np.maximum(np.maximum(sending_ms, receiving_ms), in_turn_ms / duplex)
 
 
 def slowest_link(links: Iterable[Link]) -> Link:
@@ -153,6 +167,7 @@ class Costs:
     weight_ms: the part of `backward_ms` that computes weight gradients and can be postponed
     edges: pairs of positions, the first before the second, whose order a cut has to preserve
     send_ms, receive_ms: time of each value at its owner's and at its readers' end
+    duplex: that of the rank's links
     parameters: those that require a gradient
     frozen: the parameters that require none
     times_on: forward and backward times of all groups on devices of other kinds
@@ -182,6 +197,7 @@ class Costs:
     update_ms: Floats
     micro_batch_size: int | None = None
     frozen: tuple[SharedBytes, ...] = ()
+    duplex: float = 1.0
 
     @cached_property
     def work_ms(self) -> Floats:
@@ -286,6 +302,7 @@ class StageSums:
     tied_bytes: held while gradients of tied parameters are exchanged
     weight_ms: the part of `backward_ms` that a schedule may postpone
     update_ms: the part of `backward_ms` that is the optimizer's step
+    duplex: that of the rank's links
 
     No score depends on `weight_ms` and `update_ms`, so searches omit them.
     """
@@ -306,6 +323,7 @@ class StageSums:
     update_ms: Floats | float = 0.0
     frozen_bytes: Floats | float = 0.0
     live_bytes: Floats | float = 0.0
+    duplex: float = 1.0
 
     @property
     def beside_bytes(self) -> Floats:
@@ -319,11 +337,12 @@ class StageSums:
 
     @property
     def talk_ms(self) -> Floats:
-        return self.send_ms + self.receive_ms
+        return np.asarray(both_ways_ms(self.send_ms, self.receive_ms, self.duplex))
 
     def __getitem__(self, which: Any) -> StageSums:
-        all_amounts = (np.asarray(getattr(self, field.name)) for field in fields(self))
-        return StageSums(*(amounts[which] if amounts.ndim else amounts for amounts in all_amounts))
+        all_amounts = {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)}
+        chosen = {name: of[which] if of.ndim else of for name, of in all_amounts.items()}
+        return StageSums(**{**chosen, "duplex": self.duplex})
 
 
 def stage_sums(
@@ -371,6 +390,7 @@ def stage_sums(
         update_ms=_sums(costs.update_ms, at, stages),
         frozen_bytes=costs.frozen_index.sums(at, stages),
         live_bytes=_largest(costs.live_bytes, at, stages),
+        duplex=costs.duplex,
     )
 
 
@@ -386,6 +406,7 @@ def seen_over(costs: Costs, left: Link, right: Link) -> Costs:
         costs,
         send_ms=np.where(forwards, over_right, over_left),
         receive_ms=np.where(forwards, over_left, over_right),
+        duplex=min(left.duplex, right.duplex),
     )
 
 

@@ -158,6 +158,7 @@ class StageLoad:
     """Times of one stage for one micro-batch, and its memory during training.
 
     backward_ms: includes the second forward if the stage recomputes
+    talk_ms: time of sending and receiving together
     weight_ms: the part of the backward that a schedule may postpone
     update_ms: the part of the optimizer's step that counts in the load
     activation_bytes: activations of one micro-batch; `memory` counts all micro-batches in flight
@@ -167,6 +168,7 @@ class StageLoad:
     backward_ms: float
     send_ms: float
     receive_ms: float
+    talk_ms: float
     load_ms: float
     recomputes: bool
     in_flight: int
@@ -184,10 +186,6 @@ class StageLoad:
     @property
     def work_ms(self) -> float:
         return self.forward_ms + self.backward_ms
-
-    @property
-    def talk_ms(self) -> float:
-        return self.send_ms + self.receive_ms
 
 
 @dataclass(frozen=True)
@@ -312,6 +310,7 @@ def _stage_load(
         backward_ms=float(backward_ms) * share,
         send_ms=float(sums.send_ms) * share,
         receive_ms=float(sums.receive_ms) * share,
+        talk_ms=float(sums.talk_ms) * share,
         load_ms=float(setting.time_ms(stage, sums, again=recomputes)) / replicas
         + own_ms
         + exchange_ms,

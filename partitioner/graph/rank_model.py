@@ -5,7 +5,8 @@ Position j of k is the j-th rank of the pipeline. For one micro-batch
     load(S)   = work(S) + talk(S), or max(work(S), talk(S)) on a link that overlaps with computing
     work(S)   = forward(S) + backward(S), and forward(S) once more with recomputation; without
                 flushes also update(S) / m: the optimizer's step after m micro-batches
-    talk(S)   = send(S) + receive(S): a rank sends and receives one after the other
+    talk(S)   = max(send(S), receive(S), (send(S) + receive(S)) / duplex), `both_ways_ms`: with a
+                duplex of 1, a rank sends and receives one after the other
     memory(S) = params x (1 + gradient + optimizer copies + staleness copies) + buffers
               + params that need no gradient
               + W_j x saved, or W_j x received + saved with recomputation
@@ -287,11 +288,11 @@ class RankConfig:
     def _busy_ms(self, position: int, sums: StageSums, *, again: Bools | bool) -> Floats:
         """Milliseconds of work and of the transfers that cannot overlap with it."""
         work_ms = sums.work_ms + np.where(again, sums.forward_ms, 0.0)
-        busy_ms = work_ms + sums.talk_ms if self.talks_in_turn(position) else work_ms
+        busy_ms = work_ms + sums.talk_ms if self.waits_for_transfers(position) else work_ms
         shared_by = self.micro_batches if self.is_asynchronous else self.shared_micro_batches
         return busy_ms + self.sum_gradients_ms(position, sums.param_bytes) / shared_by
 
-    def talks_in_turn(self, position: int) -> bool:
+    def waits_for_transfers(self, position: int) -> bool:
         """Transfers keep the rank busy, so they add to its work."""
         return self.devices[position].pays_transfers and not self.overlap
 
@@ -352,7 +353,7 @@ class RankConfig:
             return self.rounds * load_ms
         again = self.recomputes(position, sums)
         # Either direction's transfers are at most all of them.
-        talk_ms = sums.talk_ms if self.talks_in_turn(position) else 0.0
+        talk_ms = sums.talk_ms if self.waits_for_transfers(position) else 0.0
         ahead = self.in_flight(position) - 1
         waits_first = np.maximum(0.0, after_ms - ahead * (sums.forward_ms + talk_ms))
         backward_ms = sums.backward_ms + np.where(again, sums.forward_ms, 0.0)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ...runtime.plan.forecast import spec_bytes
 from ...runtime.plan.plan import Boundary
-from ..graph.costs import Value, slowest_link
+from ..graph.costs import Value, both_ways_ms, slowest_link
 from ..graph.problem import Placement, Problem
 
 Edge = tuple[int, int]
@@ -47,7 +47,11 @@ class _Transfers:
     def __init__(self, problem: Problem, placement: Placement) -> None:
         self.rank_of = _rank_of(placement)
         self._setting = problem.setting
-        self._forward_ms, self._backward_ms = ([0.0] * placement.stages for _ in range(2))
+        # By stage and end: what a stage receives and what it sends, with the gradients.
+        self._forward_ms, self._backward_ms = (
+            [[0.0, 0.0] for _ in range(placement.stages)] for _ in range(2)
+        )
+        self._duplex = [problem.seen[rank].duplex for rank in self.rank_of]
         self._overlapped_ms: dict[Edge, float] = defaultdict(float)
         self._edges: set[Edge] = set()
         self._grad_edges: set[Edge] = set()
@@ -58,11 +62,11 @@ class _Transfers:
         if returns:
             self._grad_edges |= {*edges}
 
-    def occupy(self, stage: int, forward_ms: float, backward_ms: float) -> None:
+    def occupy(self, stage: int, forward_ms: float, backward_ms: float, *, is_sender: bool) -> None:
         """Adds the time in which one end of a transfer keeps the stage's rank busy."""
-        if self._setting.talks_in_turn(self.rank_of[stage]):
-            self._forward_ms[stage] += forward_ms
-            self._backward_ms[stage] += backward_ms
+        if self._setting.waits_for_transfers(self.rank_of[stage]):
+            self._forward_ms[stage][is_sender] += forward_ms
+            self._backward_ms[stage][is_sender] += backward_ms
 
     def overlap(self, edge: Edge, time_ms: float) -> None:
         """Adds the time of a transfer that overlaps with computing."""
@@ -71,11 +75,17 @@ class _Transfers:
 
     def communication(self) -> Communication:
         return Communication(
-            tuple(self._forward_ms),
-            tuple(self._backward_ms),
+            self._both_ways(self._forward_ms),
+            self._both_ways(self._backward_ms),
             dict(self._overlapped_ms),
             frozenset(self._edges),
             frozenset(self._grad_edges),
+        )
+
+    def _both_ways(self, of_stages: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(
+            float(both_ways_ms(*of_stage, duplex))
+            for of_stage, duplex in zip(of_stages, self._duplex, strict=True)
         )
 
 
@@ -97,13 +107,14 @@ def communication_of(problem: Problem, placement: Placement) -> Communication:
         if not first_on:
             continue
         sending_ms = float(problem.seen[ranks[owner]].send_ms[index])
-        ends = [(owner, sending_ms)]
+        ends = [(owner, sending_ms, True)]
         ends += [
-            (reader, float(problem.seen[rank].receive_ms[index]))
+            (reader, float(problem.seen[rank].receive_ms[index]), False)
             for rank, reader in first_on.items()
         ]
-        for stage, transfer_ms in ends:
-            transfers.occupy(stage, share * transfer_ms, (1 - share) * transfer_ms)
+        for stage, transfer_ms, is_sender in ends:
+            there_ms, back_ms = share * transfer_ms, (1 - share) * transfer_ms
+            transfers.occupy(stage, there_ms, back_ms, is_sender=is_sender)
         for edge in pairs:
             # The simulator assumes that gradients take as long as the forward tensors.
             transfers.overlap(edge, share * sending_ms)
@@ -130,7 +141,7 @@ def communication_of_boundaries(
                 rank = transfers.rank_of[stage]
                 link = setting.links_at(rank, problem.costs.link)[is_sender]
                 once_ms = link.transfer_ms(num_bytes) / setting.shares_at(rank)
-                transfers.occupy(stage, once_ms, once_ms * returns)
+                transfers.occupy(stage, once_ms, once_ms * returns, is_sender=is_sender)
                 if is_sender:
                     transfers.overlap(edge, once_ms)
     return transfers.communication()

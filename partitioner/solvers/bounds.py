@@ -189,10 +189,11 @@ def bound_around_ms(problem: Problem, bound_ms: float, limit_ms: float) -> float
     far from the heavy one count as free, which lowers the bound.
     """
     setting = problem.setting
-    if not all(map(setting.talks_in_turn, range(problem.stages))):
+    if not all(map(setting.waits_for_transfers, range(problem.stages))):
         return bound_ms
+    # At best sending and receiving overlap as far as the duplex of the links permits.
     send_ms, receive_ms = (
-        np.minimum.reduce([getattr(seen, name) for seen in problem.seen])
+        np.minimum.reduce([getattr(seen, name) / seen.duplex for seen in problem.seen])
         for name in ("send_ms", "receive_ms")
     )
     most_ms = problem.least_work_ms.copy()

@@ -113,6 +113,7 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
                 backward_ms=backward[end] - backward[window],
                 buffer_bytes=buffers[end] - buffers[window],
                 update_ms=updates[end] - updates[window],
+                duplex=costs.duplex,
                 **{name: amounts[window] for name, amounts in {**now, **largest}.items()},
             ),
         )

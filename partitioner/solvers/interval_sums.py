@@ -218,23 +218,27 @@ class _Item:
 class PairSums:
     """The `StageSums` of all stages between two of `downsets`, for each of `kinds` of costs.
 
-    `send_ms` includes the received amount, because only their sum counts. Without `memory` the
-    fields in bytes stay 0.
+    Where only the sum of sending and receiving counts (a duplex of 1), `receive_ms` includes both.
+    Without `memory` the fields in bytes stay 0.
     """
 
     def __init__(self, kinds: Sequence[Costs], downsets: Downsets, *, memory: bool) -> None:
         self.downsets, self.memory = downsets, memory
         fields = 8 if memory else 1
+        self._sending = _TALK
+        if any(costs.duplex > 1 for costs in kinds):
+            self._sending, fields = fields, fields + 1
         self._of_rows = np.zeros((len(kinds), fields, len(downsets)))
         self._of_columns = np.zeros((len(kinds), fields, len(downsets)))
         self._additive = [
             (downsets.sums(costs.forward_ms), downsets.sums(costs.backward_ms)) for costs in kinds
         ]
+        self._duplex = [costs.duplex for costs in kinds]
         if memory:
             self._buffers = downsets.sums(kinds[0].buffer_bytes)
             self._transient = _Largest(kinds[0].transient_bytes, downsets)
             self._live = _Largest(kinds[0].live_bytes, downsets)
-        self._items = list(_items(kinds, fields))
+        self._items = list(_items(kinds, fields, self._sending, memory=memory))
         spans = [self._span(item) for item in self._items]
         self._first, self._end = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         for item, (first, end) in zip(self._items, spans, strict=True):
@@ -266,8 +270,8 @@ class PairSums:
             StageSums(
                 forward_ms=forward[rows, None] - forward[None, columns],
                 backward_ms=backward[rows, None] - backward[None, columns],
-                send_ms=amounts[_TALK],
-                receive_ms=none,
+                send_ms=none if self._sending == _TALK else amounts[self._sending],
+                receive_ms=amounts[_TALK],
                 param_bytes=amounts[_PARAMS] if self.memory else none,
                 buffer_bytes=buffers,
                 saved_bytes=amounts[_SAVED] if self.memory else none,
@@ -278,8 +282,11 @@ class PairSums:
                 tied_bytes=amounts[_TIED] if self.memory else none,
                 frozen_bytes=amounts[_FROZEN] if self.memory else none,
                 live_bytes=live,
+                duplex=duplex,
             )
-            for (forward, backward), amounts in zip(self._additive, fields, strict=True)
+            for (forward, backward), amounts, duplex in zip(
+                self._additive, fields, self._duplex, strict=True
+            )
         ]
 
     def _span(self, item: _Item) -> tuple[int, int]:
@@ -381,7 +388,7 @@ class PairSums:
             yield False, (*guard, *inside), crosses_here, item.weights
 
 
-def _items(kinds: Sequence[Costs], fields: int) -> Iterator[_Item]:
+def _items(kinds: Sequence[Costs], fields: int, sending: int, *, memory: bool) -> Iterator[_Item]:
     """The items that count once in a stage: values with the same ends are one item, and so are the
     bytes that the same groups hold.
     """
@@ -394,13 +401,13 @@ def _items(kinds: Sequence[Costs], fields: int) -> Iterator[_Item]:
         weights, sends = weights_of_item.setdefault(key, (none.copy(), none.copy()))
         for kind, costs in enumerate(kinds):
             weights[kind, _TALK] += costs.receive_ms[index]
-            sends[kind, _TALK] += costs.send_ms[index]
-        if fields > 1:
+            sends[kind, sending] += costs.send_ms[index]
+        if memory:
             weights[:, _RECEIVED] += kinds[0].value_bytes[index]
             weights[:, _TIED] += kinds[0].tied_bytes[index]
             sends[:, _SENT] += kinds[0].value_bytes[index]
             sends[:, _ROOTS] += kinds[0].root_bytes[index]
-    if fields > 1:
+    if memory:
         of_fields: tuple[tuple[int, tuple[SharedBytes, ...]], ...] = (
             (_PARAMS, kinds[0].parameters),
             (_SAVED, kinds[0].saved),

@@ -194,20 +194,31 @@ def _add_stage(program: _Program, problem: Problem, stage: int) -> None:
                 load[column] = load.get(column, 0.0) + factor * work_ms
     if some:
         program.row(some, least=1.0 - fixed_some)
-    talk: dict[int, float] = {}
+    talks: tuple[dict[int, float], dict[int, float]] = {}, {}
     if setting.devices[stage].pays_transfers:
         for (owner, readers), (send_ms, receive_ms) in _transfers(seen).items():
-            for cost_ms, sign in ((send_ms, 1.0), (receive_ms, -1.0)):
+            for talk, cost_ms, sign in zip(talks, (send_ms, receive_ms), (1.0, -1.0), strict=True):
                 if cost_ms:
                     column = program.column(0.0, 1.0)
                     talk[column] = cost_ms
                     for reader in readers:
                         _add_difference(program, column, owner, reader, stage, sign)
     if not setting.overlap:
-        load |= talk
-    elif talk and setting.is_asynchronous:
-        program.row({0: -1.0, **talk}, most=0.0)
+        for talk in _both_ways(*talks, seen.duplex):
+            program.row(load | talk, most=-fixed)
+        return
+    if any(talks) and setting.is_asynchronous:
+        for talk in _both_ways(*talks, seen.duplex):
+            program.row({0: -1.0, **talk}, most=0.0)
     program.row(load, most=-fixed)
+
+
+def _both_ways(
+    sending: dict[int, float], receiving: dict[int, float], duplex: float
+) -> list[dict[int, float]]:
+    """The sums whose maximum is `both_ways_ms`."""
+    in_turn = {column: cost_ms / duplex for column, cost_ms in (sending | receiving).items()}
+    return [in_turn] if duplex == 1 else [sending, receiving, in_turn]
 
 
 def _add_difference(

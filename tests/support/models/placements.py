@@ -59,7 +59,15 @@ def all_ordered(graph: nx.DiGraph, stages: int) -> Iterator[tuple[int, ...]]:
 SEARCHED = [field for field in fields(StageSums) if field.name != "weight_ms"]
 """What scores depend on, which searches add up by themselves."""
 
-LINKS = st.sampled_from([Link(), Link(0.5, 1e3), Link(0.0, 500.0), Link(0.25, 1e3, overlap=True)])
+LINKS = st.sampled_from(
+    [
+        Link(),
+        Link(0.5, 1e3),
+        Link(0.0, 500.0, duplex=1.6),
+        Link(0.25, 1e3, overlap=True),
+        Link(0.1, 2e3, overlap=True, duplex=2.0),
+    ]
+)
 
 
 def problem_of(
