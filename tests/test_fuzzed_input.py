@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from asyncpipe.commands.options import CommandOptions, PartitionFlags
-from asyncpipe.partitioner.planning.cluster import read_cluster
+from asyncpipe.partitioner.planning.cluster_file import read_cluster
 from asyncpipe.partitioner.profile.roofline import device_spec
 from asyncpipe.runtime.config.option_files import read_config
 from asyncpipe.runtime.config.settings import Settings

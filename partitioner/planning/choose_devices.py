@@ -244,14 +244,20 @@ def sentences(choice: DeviceChoice, stages: int | None) -> tuple[str, ...]:
 
 def rank_specs(choice: DeviceChoice) -> tuple[RankSpec, ...]:
     """The device of every rank, in the order of ranks."""
-    devices = [choice.cluster.devices[index] for index in choice.layout.devices]
+    devices = choice.cluster.devices
+    hosts = [device.host for device in devices]
     return tuple(
         RankSpec(
-            device=device.name,
-            memory_bytes=None if device.memory_bytes == float("inf") else int(device.memory_bytes),
-            host=device.host,
+            device=devices[index].name,
+            memory_bytes=(
+                None
+                if devices[index].memory_bytes == float("inf")
+                else int(devices[index].memory_bytes)
+            ),
+            host=hosts[index],
+            number=hosts[:index].count(hosts[index]),
         )
-        for device in devices
+        for index in choice.layout.devices
     )
 
 

@@ -3,9 +3,9 @@
 A layout names the devices of every stage: one each, the same number each for parallel pipelines, or
 more for some stages, which are replicated. Equal devices of one host are interchangeable, and so
 are equal hosts: of layouts that differ in nothing else, one is listed. While the distinct orders
-are few, all are listed. When they are many, devices of one host and kind stay together, hosts are
-contiguous, and only the order of these blocks varies; a search may then improve the best one by
-exchanging two blocks.
+are few, all are listed (`device_orders.py`). When they are many, some are, and a search of orders
+continues from the best one: exact for few devices, by exchanges of devices and of blocks of equal
+devices for many (`order_search.py`).
 
 While the graph is small, the requested method solves each layout; otherwise the chain DP does, and
 the method solves the best few. Among layouts whose times are equal within `_ORDER_SLACK`, the one
@@ -16,11 +16,10 @@ or else of work alone.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, pairwise, permutations
+from itertools import accumulate, pairwise
 from typing import Any
 
 import networkx as nx
@@ -32,11 +31,10 @@ from ..graph.problem import Problem, Rules
 from ..graph.rank_model import RankConfig
 from .cluster import ANY_HOST, Cluster
 from .compare_methods import ALL
+from .device_orders import Order, all_orders, block_orders, exchanged, is_listed, orders, signature
+from .order_search import MOST_EXACT, searched_order
 from .solve import Solution, solve
 
-_MOST_SEQUENCES, _MOST_ALIKE = 120, 24
-
-Order = tuple[int, ...]
 Shape = tuple[int, ...]
 
 
@@ -94,9 +92,9 @@ def layouts(cluster: Cluster, shape: Sequence[int], most: int) -> tuple[tuple[La
     """
     if max(shape) == 1:
         single, are_all = orders(cluster, len(shape), most)
-        return tuple(Layout(tuple((device,) for device in order)) for order in single), are_all
-    are_all = _sequences(cluster, sum(shape)) <= most * _MOST_ALIKE
-    sequences = (_all_orders if are_all else _block_orders)(cluster, sum(shape))
+        return tuple(map(_in_a_row, single)), are_all
+    are_all = is_listed(cluster, sum(shape), most)
+    sequences = (all_orders if are_all else block_orders)(cluster, sum(shape))
     distinct: dict[object, Layout] = {}
     for order in sequences:
         for layout in _layouts_of(order, shape):
@@ -104,6 +102,11 @@ def layouts(cluster: Cluster, shape: Sequence[int], most: int) -> tuple[tuple[La
             if all(len(kinds_of_one) == 1 for kinds_of_one in kinds):
                 distinct.setdefault(_layout_signature(cluster, layout), layout)
     return tuple(distinct.values())[:most], are_all and len(distinct) <= most
+
+
+def _in_a_row(order: Order) -> Layout:
+    """The layout with a device for each stage."""
+    return Layout(tuple((device,) for device in order))
 
 
 def _layouts_of(order: Order, shape: Sequence[int]) -> Iterator[Layout]:
@@ -124,46 +127,9 @@ def _layout_signature(cluster: Cluster, layout: Layout) -> object:
     if layout.pipelines:
         pipelines = zip(*layout.columns, strict=True)
         first = sorted(pipelines, key=lambda indices: repr([kinds[index] for index in indices]))
-        return _signature(cluster, [index for pipeline in first for index in pipeline])
+        return signature(cluster, [index for pipeline in first for index in pipeline])
     columns = [sorted(column, key=lambda index: repr(kinds[index])) for column in layout.columns]
-    return _signature(cluster, [index for column in columns for index in column])
-
-
-def orders(cluster: Cluster, count: int, most: int) -> tuple[tuple[Order, ...], bool]:
-    """Distinct orders of `count` of the devices, and whether the list is complete: while they are
-    few.
-    """
-    alike = min(math.factorial(len(cluster.hosts)), _MOST_ALIKE)
-    if _sequences(cluster, count) <= most * alike:
-        complete = _distinct(cluster, _all_orders(cluster, count))
-        if len(complete) <= most:
-            return complete, True
-    return _distinct(cluster, _block_orders(cluster, count))[:most], False
-
-
-def _sequences(cluster: Cluster, count: int) -> int:
-    """At most so many distinct sequences of `count` devices."""
-    members = Counter(cluster.kinds).values()
-    distinct: int = math.factorial(sum(members)) // math.prod(map(math.factorial, members))
-    return int(min(len(members) ** count, distinct))
-
-
-def exchanged(cluster: Cluster, order: Order) -> tuple[Order, ...]:
-    """The orders that differ from this one by an exchange of two blocks."""
-    kinds = cluster.kinds
-    blocks: list[list[int]] = []
-    for device in order:
-        if blocks and kinds[blocks[-1][-1]] == kinds[device]:
-            blocks[-1].append(device)
-        else:
-            blocks.append([device])
-    exchanges = []
-    for first in range(len(blocks)):
-        for second in range(first + 1, len(blocks)):
-            swapped = list(blocks)
-            swapped[first], swapped[second] = blocks[second], blocks[first]
-            exchanges.append(tuple(device for block in swapped for device in block))
-    return _distinct(cluster, exchanges)
+    return signature(cluster, [index for column in columns for index in column])
 
 
 def crossings(cluster: Cluster, layout: Layout) -> tuple[int, int]:
@@ -188,75 +154,6 @@ def lone_ranks(cluster: Cluster, order: Sequence[int]) -> tuple[int, ...]:
     hosts = [cluster.devices[device].host for device in order]
     count = Counter(hosts)
     return tuple(rank for rank, host in enumerate(hosts) if count[host] == 1 and len(count) > 1)
-
-
-def _all_orders(cluster: Cluster, count: int) -> Iterator[Order]:
-    """Every sequence of kinds, each filled with the first free devices of its kind."""
-    kinds = cluster.kinds
-    members: dict[object, list[int]] = {}
-    for device, kind in enumerate(kinds):
-        members.setdefault(kind, []).append(device)
-    left = [list(reversed(devices)) for devices in members.values()]
-
-    def extend(chosen: list[int]) -> Iterator[Order]:
-        if len(chosen) == count:
-            yield tuple(chosen)
-            return
-        for devices in left:
-            if devices:
-                device = devices.pop()
-                yield from extend([*chosen, device])
-                devices.append(device)
-
-    return extend([])
-
-
-def _block_orders(cluster: Cluster, count: int) -> Iterator[Order]:
-    """Orders of whole hosts, the kinds of each together; the strongest devices if not all."""
-    kinds = cluster.kinds
-    strongest = sorted(
-        range(len(cluster.devices)),
-        key=lambda index: (-cluster.devices[index].speed, -cluster.devices[index].memory_bytes),
-    )
-    dropped = {
-        tuple(sorted(strongest[:count])),
-        tuple(range(count)),
-        tuple(range(len(kinds) - count, len(kinds))),
-    }
-    for used in sorted(dropped):
-        hosts: dict[str, dict[object, list[int]]] = {}
-        for device in used:
-            of_host = hosts.setdefault(cluster.devices[device].host, {})
-            of_host.setdefault(kinds[device], []).append(device)
-        for sequence in islice(permutations(hosts), _MOST_SEQUENCES):
-            for turned in (False, True):
-                order: list[int] = []
-                for host in sequence:
-                    blocks = list(hosts[host].values())
-                    order += [
-                        device for block in blocks[:: -1 if turned else 1] for device in block
-                    ]
-                yield tuple(order)
-
-
-def _distinct(cluster: Cluster, orders: Iterable[Order]) -> tuple[Order, ...]:
-    by_signature: dict[object, Order] = {}
-    for order in orders:
-        by_signature.setdefault(_signature(cluster, order), order)
-    return tuple(by_signature.values())
-
-
-def _signature(cluster: Cluster, order: Iterable[int]) -> tuple[object, ...]:
-    """An order with equal hosts named by their first appearance."""
-    alike, kinds = cluster.alike_hosts, cluster.kinds
-    seen: dict[str, int] = {}
-    named: list[object] = []
-    for device in order:
-        host = cluster.devices[device].host
-        if host not in seen:
-            seen[host] = sum(1 for other in seen if alike[other] == alike[host])
-        named.append((alike[host], seen[host], *kinds[device][1:]))
-    return tuple(named)
 
 
 _ORDER_SLACK = 0.002  # share of the time to give up for fewer boundaries between hosts
@@ -318,8 +215,30 @@ class Search:
         most = self._most_layouts(shape) if is_asked else 2
         ways, are_all = layouts(self.cluster, shape, most)
         is_small = len(self.graph) * len(ways) <= _MOST_GROUPS_SOLVED
-        results = self._solved(ways, self.method if is_small else "chain")
+        method = self.method if is_small else "chain"
+        results = self._solved(ways, method)
+        if is_asked and not are_all and max(shape) == 1 < len(shape):
+            results += self._reordered(results, method)
         return TriedLayout(tuple(results), are_all and len(results) == len(ways), is_small)
+
+    def _reordered(self, results: Sequence[LayoutResult], method: str) -> list[LayoutResult]:
+        """The plans on the devices in the listed order and in a searched one, if new and if they
+        fit.
+        """
+        best = min(results, key=lambda result: result.objective_ms)
+        solution, order = best.solution, best.layout.devices
+        other = searched_order(
+            solution.problem,
+            solution.placement,
+            order,
+            self.cluster,
+            lambda order: self.setting(_in_a_row(order)),
+        )
+        ways = {_in_a_row(order) for order in (tuple(range(len(order))), other)}
+        try:
+            return self._solved(ways - {result.layout for result in results}, method)
+        except PlanError:
+            return []
 
     def best(self, tried: TriedLayout, shape: Shape) -> LayoutResult:
         """The best layout of a shape by the requested method, with a bound for all its layouts."""
@@ -329,7 +248,9 @@ class Search:
             results[:_MOST_RESOLVED] = sorted(
                 self._solved(shortlist, self.method), key=lambda result: result.objective_ms
             )
-        if not tried.are_all and max(shape) == 1:
+        # The order of few devices is the best one for a load, but a step has to be simulated.
+        is_exact = results[0].solution.setting.is_asynchronous and self._is_exact
+        if not tried.are_all and max(shape) == 1 and not is_exact:
             method = self.method if tried.is_final else "chain"
             results.insert(0, self._improved(results[0], method))
         slack = min(self.options.get("prefer_modules", _ORDER_SLACK), _ORDER_SLACK) + 1e-9
@@ -343,11 +264,17 @@ class Search:
             bound_ms = self.bound_ms(shape)
         return LayoutResult(best.layout, with_bound(solution, bound_ms))
 
+    @property
+    def _is_exact(self) -> bool:
+        return len(self.cluster.devices) <= MOST_EXACT
+
     def bound_ms(self, shape: Shape) -> float:
         """A bound for every layout of a shape: all devices on one host with the fastest link."""
         fastest = self.cluster.fastest_link
         devices = tuple(replace(device, host="") for device in self.cluster.devices)
-        together = replace(self.cluster, devices=devices, within={ANY_HOST: fastest}, between={})
+        together = replace(
+            self.cluster, devices=devices, within={ANY_HOST: fastest}, between={}, pairs={}
+        )
         ways, are_all = layouts(together, shape, self._most_layouts(shape))
         if not are_all:
             return free_bound_ms(self.graph, self.cluster)
@@ -381,7 +308,7 @@ class Search:
                 if left < 0:
                     return result
                 try:
-                    other = self._solved([Layout(tuple((device,) for device in order))], method)[0]
+                    other = self._solved([_in_a_row(order)], method)[0]
                 except PlanError:
                     continue
                 if other.objective_ms < result.objective_ms * (1 - 1e-9):

@@ -35,7 +35,8 @@ from .choose_devices import (
     shape_candidates,
     shape_sentence,
 )
-from .cluster import ANY_HOST, Cluster, read_cluster
+from .cluster import ANY_HOST, Cluster
+from .cluster_file import read_cluster
 from .explain import explain as explain_plan
 from .infeasible import explained
 from .keywords import PlanConfig

@@ -6,7 +6,8 @@ import pytest
 
 from asyncpipe.partitioner.graph.costs import LOCALHOST, Link
 from asyncpipe.partitioner.graph.rank_model import Device
-from asyncpipe.partitioner.planning.cluster import NETWORK, Cluster, cluster_of_hosts, read_cluster
+from asyncpipe.partitioner.planning.cluster import NETWORK, Cluster, cluster_of_hosts
+from asyncpipe.partitioner.planning.cluster_file import read_cluster
 from asyncpipe.runtime.errors import PlanError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "two_hosts.toml"
@@ -63,6 +64,32 @@ def test_the_most_particular_link_holds(tmp_path: Path) -> None:
     assert cluster.setting([[0], [1]]).overlap
 
 
+def test_a_link_joins_two_devices_by_name(tmp_path: Path) -> None:
+    cards = "".join(f'[[devices]]\nname = "gpu{n}"\nhost = "h{n // 4}"\n' for n in range(8))
+    pair = (
+        '[[links]]\ndevices = ["gpu5", "gpu2"]\nbandwidth_gb_s = 50\nlatency_us = 5\nduplex = 1.9\n'
+    )
+    within = '[[links]]\nwithin = "*"\nbandwidth_gb_s = 12\nduplex = 2\n'
+    cluster = read_cluster(written(tmp_path, cards + pair + within))
+    assert cluster.link(2, 5) == cluster.link(5, 2) == Link(0.005, 50e9, duplex=1.9)
+    assert cluster.link(0, 1) == Link(0.0, 12e9, duplex=2.0)
+    assert cluster.setting([[2], [5], [6]]).links == (
+        Link(0.005, 50e9, duplex=1.9),
+        Link(0.0, 12e9, duplex=2.0),
+    )
+    assert cluster.setting([[2, 0], [3, 1]]).exchange[0].duplex == 2
+
+
+def test_devices_are_interchangeable_if_their_links_are(tmp_path: Path) -> None:
+    cards = "".join(f'[[devices]]\nname = "gpu{n}"\n' for n in range(5))
+    links = "".join(
+        f'[[links]]\ndevices = ["gpu{a}", "gpu{b}"]\nbandwidth_gb_s = 50\n'
+        for a, b in [(0, 1), (2, 3)]
+    )
+    kinds = read_cluster(written(tmp_path, cards + links)).kinds
+    assert kinds[0] == kinds[1] != kinds[2] == kinds[3] != kinds[4] != kinds[0]
+
+
 def test_a_device_has_the_memory_and_times_of_its_spec(tmp_path: Path) -> None:
     spec = '[[devices]]\nspec = "a100-40g"\n[[devices]]\nspec = "t4"\nspeed = 0.3\nmemory_gib = 8\n'
     first, second = read_cluster(written(tmp_path, spec)).devices
@@ -96,11 +123,28 @@ def test_hosts_in_short_are_equal_devices() -> None:
         ('[[devices]]\nspec = "a100"\n', "no device is called a100", "a100-"),
         ('[[devices]]\nspec = "t4"\nkind = "T4"\n', "both spec and kind", "leave one"),
         ("overlap = 1\n" + DEVICE, "overlap = 1 is neither true nor false", ""),
-        (DEVICE + "[[links]]\nbandwidth_gb_s = 1\n", "either within or between", '"*"'),
+        (
+            DEVICE + "[[links]]\nbandwidth_gb_s = 1\n",
+            "needs one of within, between and devices",
+            '"*"',
+        ),
         (DEVICE + '[[links]]\nwithin = "h1"\n', "link 1 has no bandwidth_gb_s", "bytes/s"),
         (DEVICE + '[[links]]\nwithin = "h11"\n', "no device is on host 'h11'", "Did you mean h1?"),
         (DEVICE + '[[links]]\nbetween = "h1"\n', "'h1' is not two hosts", "between ="),
         (DEVICE + '[[links]]\nbetween = ["h1"]\n', "['h1'] is not two hosts", "between ="),
+        (DEVICE + OTHER + '[[links]]\ndevices = "b"\n', "'b' is not two devices", '["a", "b"]'),
+        (
+            DEVICE + OTHER + '[[links]]\ndevices = ["b", "b"]\n',
+            "between b and itself",
+            "two devices",
+        ),
+        (DEVICE + OTHER + '[[links]]\ndevices = ["b", "a"]\n', "2 devices are called 'a'", "count"),
+        (OTHER + '[[links]]\ndevices = ["b", "bb"]\n', "no device is called 'bb'", "mean b?"),
+        (
+            DEVICE + '[[links]]\nwithin = "h1"\nbandwidth_gb_s = 1\nduplex = 2.5\n',
+            "duplex = 2.5 is not 1 to 2",
+            "duplex = 2",
+        ),
         (
             DEVICE + '[[links]]\nbetween = ["h1", "h1"]\nbandwidth_gb_s = 1\n',
             "between h1 and itself",
