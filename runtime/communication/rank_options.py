@@ -29,5 +29,8 @@ class RankOptions:
     )
     timeout_s: float = _same("timeout_s")
     interface: str | None = _same("interface")
+    rank: int | None = _same("rank")
+    world_size: int | None = _same("world_size")
+    rendezvous: str | None = _same("rendezvous")
     master_addr: str | None = _same("master_addr")
     master_port: int | None = _same("master_port")

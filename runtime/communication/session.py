@@ -8,7 +8,6 @@ result. Options and answers are JSON values.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.process_groups import connect, gather_alike, leave
-from ..distributed.ranks import ALONE, RankInfo, find_rank_info
+from ..distributed.ranks import ALONE, RankInfo, given_rank_info
 from ..errors import TransportError
 from ..launch.local import run_command, worker_command
 from ..launch.rank import OwnRank, as_rank
@@ -103,7 +102,7 @@ def run_task(task: str, options: Mapping[str, Any], where: RankOptions) -> Any:
 
     Raises RankError with the first cause when a rank that was started here fails.
     """
-    info = find_rank_info(os.environ, master_addr=where.master_addr, master_port=where.master_port)
+    info = given_rank_info(where)
     if info is not None:
         answer = _as_member(info, task, options, where)
         return answer if info.rank == 0 else None
@@ -142,7 +141,7 @@ def _open_session(info: RankInfo, where: RankOptions) -> Session:
     """Connects to the other ranks and agrees with them on a transport and a device."""
     group = None
     if info.ranks > 1:
-        group = connect(
+        info, group = connect(
             info,
             requested=where.interface,
             timeout_s=where.timeout_s,

@@ -281,6 +281,31 @@ class ExecutionOptions:
         "Port of rank 0. [default: the launcher's, or one derived from the job number]",
         on_resume="ignored",
     )
+    rank: int | None = _launches(
+        None,
+        Whole(0, 2**16 - 1, 1),
+        "Number of this rank, from 0, when each rank is started by hand. [default: RANK of the "
+        "environment]",
+        scope="call",
+    )
+    world_size: int | None = _launches(
+        None,
+        Whole(1, 2**16, 2),
+        "Number of ranks that are started by hand. [default: WORLD_SIZE of the environment]",
+        scope="call",
+    )
+    rendezvous: str | None = _launches(
+        None,
+        Text(
+            "tcp://HOST:PORT or file:///PATH",
+            "tcp://host-0:29500",
+            form(r"tcp://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?|file:///.+"),
+        ),
+        "Place where ranks that are started by hand meet: tcp:// with rank 0's host and a free "
+        "port there, or file:// with a file in a folder that all hosts share. [default: "
+        "--master-addr and --master-port]",
+        scope="call",
+    )
     max_run: str | None = _launches(
         None,
         Text("a time of days, hours, minutes and seconds", "3h50m", seconds_of),

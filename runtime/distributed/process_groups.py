@@ -36,16 +36,9 @@ from .cpu_affinity import (
     find_resources,
     resources_from,
 )
+from .interfaces import VARIABLES, address_of, choose_interface, name_interface
 from .ranks import ALONE, Grid, RankInfo
-from .rendezvous import (
-    VARIABLES,
-    address_of,
-    choose_interface,
-    joining_error,
-    name_interface,
-    open_store,
-    wait_for_all,
-)
+from .rendezvous import found_hosts, joining_error, open_store, wait_for_all
 
 
 @dataclass(frozen=True)
@@ -156,7 +149,7 @@ def join(info: RankInfo, config: RunConfig, plan: Plan, code: Mapping[str, str])
     """
     timeout_s = config.patience_s
     timeout = datetime.timedelta(seconds=timeout_s)
-    control = connect(
+    info, control = connect(
         info, requested=config.interface, timeout_s=timeout_s, over_mpi=config.transport == "mpi"
     )
     try:
@@ -185,50 +178,53 @@ def join(info: RankInfo, config: RunConfig, plan: Plan, code: Mapping[str, str])
 
 def connect(
     info: RankInfo, *, requested: str | None, timeout_s: float, over_mpi: bool
-) -> dist.ProcessGroup:
-    """Connects to the other ranks over gloo; returns the group of all.
+) -> tuple[RankInfo, dist.ProcessGroup]:
+    """Connects to the other ranks over gloo; returns this rank, with its place on its host, and the
+    group of all.
 
     `requested` is the network interface that the user chose. `over_mpi`: the ranks exchange rank
     0's address over MPI. Raises TransportError when the ranks cannot be reached in time, and
     SettingsError when rank 0's address is unknown.
     """
-    if not info.head and not over_mpi:
+    exists = dist.is_initialized()
+    if not (info.head or info.file or over_mpi or exists):
         raise SettingsError(
             f"the address of rank 0 is unknown: {info.launcher} does not provide it, and the "
             f"{info.ranks} ranks are on several hosts.",
             "Give --master-addr HOST, the name or address of the first host.",
         )
-    interface = choose_interface(info, requested)
-    name_interface(interface, requested=requested is not None)
+    interface = None
+    if is_known := bool(info.local_ranks and not info.file):
+        interface = choose_interface(info, requested)
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        if dist.is_initialized():
-            timeout = datetime.timedelta(seconds=timeout_s)
-            own: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
-            return own
-        _initialize(info, interface, timeout_s, over_mpi=over_mpi)
+        if not (exists and is_known):
+            store = wait_for_all(_open_store(info, interface, timeout_s, over_mpi), info, timeout_s)
+            if over_mpi:
+                forget_segments()
+            info, peer = found_hosts(store, info)
+            if not is_known:
+                interface = choose_interface(info, requested, peer)
+        name_interface(interface, requested=requested is not None)
+        if exists:
+            return info, dist.new_group(timeout=timeout, backend="gloo")
+        dist.init_process_group(
+            "gloo", store=store, rank=info.rank, world_size=info.ranks, timeout=timeout
+        )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise joining_error(info, timeout_s, str(error)) from error
     assert dist.group.WORLD is not None
-    return dist.group.WORLD
+    return info, dist.group.WORLD
 
 
-def _initialize(info: RankInfo, interface: str | None, timeout_s: float, *, over_mpi: bool) -> None:
-    """Creates the default process group of all ranks."""
-    if over_mpi:
+def _open_store(info: RankInfo, interface: str | None, timeout_s: float, over_mpi: bool) -> Store:
+    """The store in which the ranks meet."""
+    if dist.is_initialized():
+        return PrefixStore("asyncpipe ranks", _get_default_store())
+    if over_mpi and not info.file:
         head = info.head or address_of(interface) or socket.gethostname()
-        store = share_store(info.rank, info.ranks, head, timeout_s)
-    else:
-        store = open_store(info, timeout_s)
-    store = wait_for_all(store, info, timeout_s)
-    if over_mpi:
-        forget_segments()
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=info.rank,
-        world_size=info.ranks,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
+        return share_store(info.rank, info.ranks, head, timeout_s)
+    return open_store(info, timeout_s)
 
 
 def stay_alone(config: RunConfig, plan: Plan, code: Mapping[str, str]) -> World:

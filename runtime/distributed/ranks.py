@@ -2,7 +2,9 @@
 
 Ranks: torchrun, srun, Open MPI and MPICH (and Intel MPI) set environment variables with a process's
 rank; without a launcher, the command starts its ranks as torchrun does. `--master-addr` adds what a
-launcher leaves out, such as rank 0's address under mpirun.
+launcher leaves out, such as rank 0's address under mpirun. Ranks that are started by hand have
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or the options of the same meaning; which of them
+share a host is found in the rendezvous.
 
 Replicas:
 
@@ -16,8 +18,6 @@ step. Where single stages have replicas, there is one pipeline, whose ranks are 
 
     process         0      1      2          stage 0 on ranks 0 and 1, stage 1 on rank 2
     copy            0      1      0          of its stage
-
-Descriptions: the ranks of each host in words, and a warning if they differ from the plan.
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby, repeat
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
-from ..config.batch_layout import describe_stages
 from ..config.settings import SettingsError
-from ..plan.plan import Plan
 from ..schedule.schedule import Schedule
-from ..transports.choose import TransportChoice
-from .cpu_affinity import Machine
 
 DEFAULT_PORT = 29500
 """The default port of the rendezvous across hosts, as in torchrun."""
@@ -46,11 +43,13 @@ class RankInfo:
     """A process's rank, globally and on its host, and rank 0's address.
 
     rank, ranks: the rank among all processes, and their number.
-    local_rank, local_ranks: the same on this host.
+    local_rank, local_ranks: the same on this host; `local_ranks` is 0 until the ranks have met, if
+        no launcher provides it.
     head, port: rank 0's address; `head` is "" if it is unknown.
     launcher: the name of the launcher.
     shares_store: True if torch's elastic agent serves the store of the rendezvous.
     attempt, restarts: the number of this attempt, and how often the agent restarts the ranks.
+    file: the file in which the ranks meet, instead of at rank 0's address; "" for none.
     """
 
     rank: int
@@ -63,10 +62,18 @@ class RankInfo:
     shares_store: bool = False
     attempt: int = 0
     restarts: int = 0
+    file: str = ""
 
     @property
     def all_local(self) -> bool:
         return self.local_ranks == self.ranks
+
+    @property
+    def meeting_place(self) -> str:
+        """Where the ranks meet; "" if it is unknown."""
+        if self.file:
+            return f"file://{self.file}"
+        return f"{self.head}:{self.port}" if self.head and self.port else ""
 
 
 ALONE = RankInfo(rank=0, ranks=1, local_rank=0, local_ranks=1)
@@ -118,22 +125,81 @@ _LAUNCHERS = (
 )
 
 
+_HAND = replace(_LAUNCHERS[0], name="hand", job=())
+"""Ranks that the user starts one by one, with some variables of torchrun's."""
+
+
+class StartOptions(Protocol):
+    """The options of a command that name this rank and the place where the ranks meet."""
+
+    @property
+    def rank(self) -> int | None: ...
+    @property
+    def world_size(self) -> int | None: ...
+    @property
+    def rendezvous(self) -> str | None: ...
+    @property
+    def master_addr(self) -> str | None: ...
+    @property
+    def master_port(self) -> int | None: ...
+
+
+def given_rank_info(options: StartOptions) -> RankInfo | None:
+    """The rank of this process by the options and the environment."""
+    return find_rank_info(
+        os.environ,
+        rank=options.rank,
+        world_size=options.world_size,
+        rendezvous=options.rendezvous,
+        master_addr=options.master_addr,
+        master_port=options.master_port,
+    )
+
+
 def find_rank_info(
     environment: Mapping[str, str],
     *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    rendezvous: str | None = None,
     master_addr: str | None = None,
     master_port: int | None = None,
 ) -> RankInfo | None:
-    """The rank that a launcher gave this process, or None if no launcher started it.
+    """The rank that a launcher or the user gave this process, or None if it is not a rank.
 
     A lone task of srun, as in an interactive job, counts as no launcher: the command starts its own
-    ranks there. `master_addr` and `master_port` override the launcher's. The head is "" if there
-    are several hosts and rank 0's address is unknown. Raises SettingsError for variables that are
-    not what a launcher sets.
+    ranks there. The options override the environment, except for the rank of a launcher. The head
+    is "" if there are several hosts and rank 0's address is unknown. Raises SettingsError for
+    variables that are not what a launcher sets, and for options that contradict each other.
 
     >>> find_rank_info({"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}).rank
     1
     """
+    place = _place(rendezvous, master_addr, master_port)
+    launcher = _launcher_of(environment)
+    if rank is None and world_size is None and launcher is None:
+        if rendezvous is not None:
+            raise SettingsError(
+                f"--rendezvous {rendezvous} is where ranks meet that are started one by one, but "
+                "this process has no rank.",
+                "Give --rank and --world-size too, or omit the option.",
+            )
+        return None
+    if launcher is not None and launcher is not _HAND:
+        info = _rank_info(launcher, environment, place)
+        own, number = rank in (None, info.rank), world_size in (None, info.ranks)
+        if own and number:
+            return info
+        raise SettingsError(
+            f"{_typed('--rank', rank)}{_typed('--world-size', world_size)}but {launcher.name} "
+            f"started this process as rank {info.rank} of {info.ranks}.",
+            "Omit --rank and --world-size under a launcher.",
+        )
+    return _rank_info(_HAND, _with_options(environment, rank, world_size), place)
+
+
+def _launcher_of(environment: Mapping[str, str]) -> _Launcher | None:
+    """The launcher that started this process."""
     for launcher in _LAUNCHERS:
         needed = {launcher.rank, launcher.ranks}
         if "SLURM_PROCID" in environment:
@@ -141,30 +207,82 @@ def find_rank_info(
         if needed <= environment.keys():
             if launcher.name == "srun" and environment[launcher.ranks] == "1":
                 return None
-            return _rank_info(launcher, environment, master_addr, master_port)
+            by_hand = launcher.rank == _HAND.rank and launcher.local_ranks not in environment
+            return _HAND if by_hand else launcher
     return None
 
 
-def _rank_info(
-    launcher: _Launcher,
-    environment: Mapping[str, str],
-    master_addr: str | None,
-    master_port: int | None,
-) -> RankInfo:
+def _with_options(
+    environment: Mapping[str, str], rank: int | None, world_size: int | None
+) -> Mapping[str, str]:
+    """The environment of a rank that is started by hand, with the options in it."""
+    given = {_HAND.rank: rank, _HAND.ranks: world_size}
+    known = {**environment, **{name: str(n) for name, n in given.items() if n is not None}}
+    for name, flag, other in (
+        (_HAND.rank, "--rank 0", "the rank"),
+        (_HAND.ranks, "--world-size 2", "the number of ranks"),
+    ):
+        if name not in known:
+            raise SettingsError(
+                f"{_typed('--rank', rank)}{_typed('--world-size', world_size)}but {other} is "
+                f"missing: neither an option nor {name} in the environment gives it.",
+                f"Add it, such as {flag}.",
+            )
+    if rank is not None and (most := known[_HAND.ranks]).isdigit() and rank >= int(most):
+        raise SettingsError(
+            f"--rank {rank} is not less than the number of ranks, {most}.",
+            f"Number the ranks from 0 to {int(most) - 1}.",
+        )
+    return known
+
+
+def _typed(flag: str, value: int | None) -> str:
+    return "" if value is None else f"{flag} {value}, "
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the ranks meet, as the options say it."""
+
+    head: str | None = None
+    port: int | None = None
+    file: str = ""
+
+
+def _place(rendezvous: str | None, master_addr: str | None, master_port: int | None) -> _Place:
+    if rendezvous is None:
+        return _Place(master_addr, master_port)
+    if master_addr is not None or master_port is not None:
+        flag = "--master-addr" if master_addr is not None else "--master-port"
+        raise SettingsError(
+            f"--rendezvous {rendezvous} and {flag} both say where the ranks meet.",
+            f"Omit {flag}.",
+        )
+    url = urlsplit(rendezvous)
+    if url.scheme == "file":
+        return _Place(file=url.path)
+    return _Place(url.hostname, url.port)
+
+
+def _rank_info(launcher: _Launcher, environment: Mapping[str, str], place: _Place) -> RankInfo:
     rank, ranks = (_number(environment, name) for name in (launcher.rank, launcher.ranks))
     if rank >= ranks:
         raise _unfit(launcher.rank, environment, f"less than {launcher.ranks}={ranks}")
-    local_rank = _number(environment, launcher.local_rank, rank)
     local_ranks = _local_ranks(launcher, environment, ranks)
-    head = master_addr or environment.get("MASTER_ADDR")
+    local_rank = _number(environment, launcher.local_rank, rank) if local_ranks else 0
+    may_be_on_one_host = local_ranks in (0, ranks)
+    head = place.head or environment.get("MASTER_ADDR")
     if head is None and launcher.name == "srun":
         head = first_host(environment.get("SLURM_STEP_NODELIST", ""))
     if head is None:
-        head = "127.0.0.1" if local_ranks == ranks else ""
-    port = master_port or _number(environment, "MASTER_PORT", 0)
+        head = "127.0.0.1" if may_be_on_one_host else ""
+    port = place.port or _number(environment, "MASTER_PORT", 0)
     if not port:
         job = ".".join(environment[name] for name in launcher.job if name in environment)
         port = _port_of(job, on_one_host=local_ranks == ranks)
+    if place.file:
+        head, port = "", 0
+    of_agent = _of_agent(environment) if launcher.name == "torchrun" else {}
     return RankInfo(
         rank=rank,
         ranks=ranks,
@@ -172,8 +290,9 @@ def _rank_info(
         local_ranks=local_ranks,
         head=head,
         port=port,
+        file=place.file,
         launcher=launcher.name,
-        **(_of_agent(environment) if launcher.name == "torchrun" else {}),
+        **of_agent,
     )
 
 
@@ -210,7 +329,9 @@ def _local_ranks(launcher: _Launcher, environment: Mapping[str, str], ranks: int
         if node < len(by_node):
             return by_node[node]
         by_option = environment.get("SLURM_NTASKS_PER_NODE", "")
-        return min(ranks, int(by_option)) if by_option.isdigit() else ranks
+        return min(ranks, int(by_option)) if by_option.isdigit() else 0
+    if launcher is _HAND:
+        return 0
     return _number(environment, launcher.local_ranks) if value else ranks
 
 
@@ -326,78 +447,3 @@ class Grid:
 def grid_of(schedule: Schedule, replicas: int | None) -> Grid:
     """The grid of a pipeline's schedule and its replicas (default 1)."""
     return Grid(len(schedule.ranks), replicas or 1, schedule.replicas)
-
-
-_FEW = 8
-
-
-def describe_ranks(grid: Grid, transport: TransportChoice, machine: Machine) -> str:
-    """The number of processes, their launcher and transport, and the cores of each."""
-    threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
-    ranks = grid.processes
-    origin = f" ({machine.threads_from})" if machine.threads_from == "OMP_NUM_THREADS" else ""
-    if ranks == 1:
-        return f"1 process, all stages in it · {threads} of {machine.cores} cores{origin}"
-    hosts = dict.fromkeys(machine.host_of_rank)
-    several = len(hosts) > 1
-    whole = f", {grid.replicas} replicas of {grid.ranks}" if grid.replicas > 1 else ""
-    if grid.ranks_of_stage:
-        whole = f", {describe_stages(grid.ranks_of_stage)}"
-    if grid.ranks == 1:
-        whole = ", all stages in each"
-    head = f"{ranks} processes{whole}" + (f" on {len(hosts)} hosts" if several else "")
-    if machine.launcher:
-        head += f" by {machine.launcher}"
-    means = f"{transport.name} over {machine.interface}" if several else str(transport)
-    where = f" of {machine.host_of_rank[0]}" if several else ""
-    if machine.pins:
-        shown = machine.pins if len(machine.pins) <= _FEW else (*machine.pins[:3], "..")
-        cores = f"pinned to cores {', '.join(shown)}{where}"
-    else:
-        cores = f"{machine.cores} cores on {'these hosts' if several else 'this machine'}"
-    return f"{head} · {means} · {threads} each{origin}, {cores}"
-
-
-def describe_placement(plan: Plan, schedule: Schedule, machine: Machine) -> str:
-    """The ranks of each host and the boundaries that cross hosts; "" for a single host."""
-    hosts = machine.host_of_rank
-    if len(set(hosts)) < 2:
-        return ""
-    pairs = {
-        (boundary.source, target) for boundary in plan.boundaries for target in boundary.targets
-    }
-    crossing = sum(
-        any(hosts[ranks[source]] != hosts[ranks[target]] for ranks in schedule.placements)
-        for source, target in pairs
-    )
-    verb = "crosses" if crossing == 1 else "cross"
-    return f"{_ranks_of_hosts(hosts)} · {crossing} of {len(pairs)} boundaries {verb} hosts"
-
-
-def placement_warning(plan: Plan, machine: Machine) -> str:
-    """A warning if the ranks are on other hosts than the plan assumes; "" otherwise."""
-    planned = [spec.host for spec in plan.setting.ranks]
-    hosts = machine.host_of_rank
-    if len(set(planned)) < 2 or len(planned) != len(hosts):
-        return ""
-    if _pattern(planned) == _pattern(hosts):
-        return ""
-    return (
-        f"the plan was made for {_ranks_of_hosts(planned)}, but there are "
-        f"{_ranks_of_hosts(hosts)}: other boundaries cross hosts than planned."
-    )
-
-
-def _pattern(hosts: Sequence[str]) -> list[int]:
-    """Hosts as numbers in the order of their first rank."""
-    known = list(dict.fromkeys(hosts))
-    return [known.index(host) for host in hosts]
-
-
-def _ranks_of_hosts(hosts: Sequence[str]) -> str:
-    """`ranks 0-1 on a, 2 on b`."""
-    parts = []
-    for host, group in groupby(range(len(hosts)), key=lambda rank: hosts[rank]):
-        own = list(group)
-        parts.append(f"{own[0]}-{own[-1]} on {host}" if len(own) > 1 else f"{own[0]} on {host}")
-    return f"ranks {', '.join(parts)}"

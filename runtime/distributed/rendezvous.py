@@ -1,11 +1,7 @@
-"""Rank 0's address -> the network interface to use, and a store that all ranks have joined.
+"""A store that all ranks have joined, at rank 0's address or in a file.
 
-Network interface: gloo's default looks up the host's own name, which on many systems resolves to
-127.0.1.1, where no other host can connect. So the interface is set explicitly: loopback if all
-ranks are on this host, else the interface over which the kernel would reach rank 0.
-
-Rendezvous: every rank enters itself in the store and waits until all have, so an error can name the
-missing ranks.
+Every rank enters itself in the store and waits until all have, so an error can name the missing
+ranks. Where no launcher says which ranks share a host, their entries do.
 
 Loopback: the ranks of a single machine use a store that no other machine can reach. torch's store
 listens on all interfaces, whatever host it is given, and anyone who connects can send the ranks
@@ -15,17 +11,23 @@ any data; given a socket that is already bound, it stays on that socket.
 from __future__ import annotations
 
 import datetime
-import ipaddress
+import json
 import os
 import secrets
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -34,190 +36,26 @@ from torch.distributed.elastic.rendezvous import (
 
 from ..config.settings import SettingsError
 from ..errors import TransportError
+from .interfaces import VARIABLES, interfaces, outside_of, unreachable
 from .ranks import RankInfo
-
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""The environment variables in which the backends of torch.distributed look up the interface."""
-
-_TRY_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Interface:
-    """A network interface that is up, with one of its addresses."""
-
-    name: str
-    address: str
-
-    @property
-    def is_loopback(self) -> bool:
-        return ipaddress.ip_address(self.address).is_loopback
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.address})"
-
-
-def check_interface(name: str) -> None:
-    """Raises SettingsError when this host has no such interface."""
-    have = interfaces()
-    if have and name not in {interface.name for interface in have}:
-        raise SettingsError(
-            f"--interface {name}: {socket.gethostname()} has {_listed(have)}.",
-            "Choose one that every host has, or omit the option.",
-        )
-
-
-def choose_interface(info: RankInfo, requested: str | None = None) -> str | None:
-    """The interface over which this rank connects to the others; None leaves it to the backends.
-
-    `requested` is the user's choice. Raises SettingsError when it does not exist, or when several
-    interfaces are possible.
-    """
-    if requested is not None:
-        check_interface(requested)
-        return requested
-    have = interfaces()
-    if info.all_local:
-        return next((interface.name for interface in have if interface.is_loopback), None)
-    for address in resolve_host(info.head) if info.head else ():
-        towards = source_towards(address)
-        for interface in have:
-            if interface.address == towards and not interface.is_loopback:
-                return interface.name
-    outside = [
-        interface
-        for interface in have
-        if not interface.is_loopback and not _is_link_local(interface.address)
-    ]
-    if len({interface.name for interface in outside}) > 1:
-        raise SettingsError(
-            f"cannot determine the network over which {socket.gethostname()} reaches the other "
-            f"hosts: it has {_listed(outside)}, and rank 0 is at "
-            f"{info.head or 'an unknown address'}.",
-            f"Give --interface {outside[0].name}, or --master-addr with an address that all reach.",
-        )
-    return outside[0].name if outside else None
-
-
-def name_interface(name: str | None, *, requested: bool) -> None:
-    """Sets the backends' environment variables; those of the user stay unless the
-    user `requested` this interface."""
-    for variable in VARIABLES:
-        if name is not None and (requested or variable not in os.environ):
-            os.environ[variable] = name
-
-
-def interfaces() -> tuple[Interface, ...]:
-    """The interfaces of this host that are up, IPv4 before IPv6; empty unless on Linux."""
-    own = []
-    up = [name for _, name in socket.if_nameindex() if not _is_down(name)]
-    for name in up:
-        address = _ipv4_of(name)
-        if address is not None:
-            own.append(Interface(name, address))
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.is_file() else ():
-        digits, _, _, _, _, name = line.split()
-        if name not in up:
-            continue
-        own.append(Interface(name, str(ipaddress.ip_address(bytes.fromhex(digits)))))
-    return tuple(own)
-
-
-def address_of(name: str | None) -> str | None:
-    """The first address of an interface."""
-    return next((interface.address for interface in interfaces() if interface.name == name), None)
-
-
-def resolve_host(name: str) -> tuple[str, ...]:
-    """The addresses of a host as resolved here; empty if its name is unknown."""
-    try:
-        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return ()
-    return tuple(dict.fromkeys(str(address[0]) for *_, address in entries))
-
-
-def source_towards(address: str) -> str | None:
-    """The local address from which the kernel would send to `address`; sends nothing."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
-
-
-def unreachable(info: RankInfo, seconds: float) -> TransportError:
-    """The error of a rank that cannot reach rank 0, after one more attempt at each of its
-    addresses."""
-    own_host, addresses = socket.gethostname(), resolve_host(info.head)
-    tried = [f"{address}: {_attempt(address, info.port)}" for address in addresses]
-    about = "; ".join(tried) if tried else f"{own_host} cannot resolve the name {info.head}"
-    own = [
-        address for address in addresses if ipaddress.ip_address(address.split("%")[0]).is_loopback
-    ]
-    if own and info.head not in own:
-        about += f"; on {own_host} {info.head} is {own[0]}, its own loopback"
-    outside = _listed([interface for interface in interfaces() if not interface.is_loopback])
-    return TransportError(
-        f"rank {info.rank} on {own_host} cannot reach rank 0 at {info.head}:{info.port} in "
-        f"{seconds:g} s ({about}).",
-        f"--master-addr with an address of rank 0's host that {own_host} reaches, or --interface "
-        f"with the network between them; {own_host} has {outside}.",
-    )
-
-
-def _attempt(address: str, port: int) -> str:
-    try:
-        with socket.create_connection((address, port), timeout=_TRY_S):
-            return "answers now"
-    except TimeoutError:
-        return "no answer"
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
-
-
-def _ipv4_of(name: str) -> str | None:
-    try:
-        import fcntl
-    except ImportError:
-        return None
-    get_address = 0x8915  # SIOCGIFADDR
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), get_address, name.encode()[:15].ljust(40, b"\0"))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _is_down(name: str) -> bool:
-    """True for a down interface, such as a container bridge without containers; its address is
-    unreachable."""
-    state = Path("/sys/class/net") / name / "operstate"
-    return state.is_file() and state.read_text().strip() == "down"
-
-
-def _is_link_local(address: str) -> bool:
-    return ipaddress.ip_address(address).is_link_local
-
-
-def _listed(have: Sequence[Interface]) -> str:
-    first = {interface.name: interface for interface in reversed(have)}
-    return ", ".join(map(str, reversed(first.values()))) or "no interface that is up"
-
 
 _HEAD = "head"
 _POLL_S = 0.02
+_BEAT_S = 0.5
+"""Seconds between two signs of rank 0 that it waits."""
+_SILENT_S = 3.0
+"""Seconds without a sign after which rank 0 is gone."""
 
 
 def open_store(info: RankInfo, seconds: float) -> Store:
-    """The store at rank 0's address, which torch's agent or rank 0 itself serves.
+    """The store in the file where the ranks meet, or else at rank 0's address, which torch's agent
+    or rank 0 itself serves.
 
-    Raises torch's own errors when it cannot be opened or reached.
+    Raises torch's own errors when it cannot be opened or reached, and TransportError for a file
+    that no ranks have met in.
     """
+    if info.file:
+        return _file_store(info, seconds)
     return TCPStore(
         info.head,
         info.port,
@@ -229,36 +67,141 @@ def open_store(info: RankInfo, seconds: float) -> Store:
     )
 
 
+_MARK = b"\x09\0\0\0refcount/"
+"""The first bytes of torch's FileStore."""
+
+
+def _file_store(info: RankInfo, seconds: float) -> Store:
+    """A store in a file. One of an earlier run may be in the file: no rank of this one enters the
+    lists there."""
+    path = Path(info.file)
+    begin = b""
+    try:
+        if path.exists():
+            with path.open("rb") as file:
+                begin = file.read(len(_MARK))
+        elif not os.access(path.parent, os.W_OK):
+            raise PermissionError(f"{path.parent} is not a folder that this rank may write to")
+    except OSError as error:
+        raise _unusable(info, error.strerror or str(error)) from error
+    if not _MARK.startswith(begin):
+        raise _unusable(info, "it has other contents than a rendezvous")
+    store = FileStore(str(path), info.ranks)
+    store.set_timeout(datetime.timedelta(seconds=seconds))
+    return store
+
+
+def _unusable(info: RankInfo, why: str) -> TransportError:
+    return TransportError(
+        f"rank {info.rank} on {socket.gethostname()} cannot use {info.meeting_place} for the "
+        f"rendezvous: {why}.",
+        "Give --rendezvous a new file in a folder that all hosts share.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """The entry of a rank in rank 0's list.
+
+    token: a random name of the process.
+    host: the name of its host.
+    system: its host and network, the same for processes that share a loopback interface.
+    ranks: the number of ranks that it expects.
+    addresses: the addresses of its host.
+    """
+
+    token: str
+    host: str
+    system: str
+    ranks: int
+    addresses: tuple[str, ...]
+
+
+def _own_entry(info: RankInfo) -> _Entry:
+    host = socket.gethostname()
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    system = [
+        host,
+        boot.read_text().strip() if boot.is_file() else "",
+        str(network.stat().st_ino) if network.exists() else "",
+    ]
+    addresses = tuple(interface.address for interface in outside_of(interfaces()))
+    return _Entry(secrets.token_hex(8), host, " ".join(system), info.ranks, addresses)
+
+
 def wait_for_all(store: Store, info: RankInfo, seconds: float) -> Store:
     """Waits until every rank has called it; returns the part of the store for these ranks alone.
 
     torch's agent has one store for all attempts, and the agents of several hosts count attempts
-    independently. So rank 0 opens a list under a random name, every rank enters a random name of
-    its own there, and a rank proceeds once rank 0 has closed a list that contains it.
+    independently; a file may have the store of an earlier run. So rank 0 opens a list under a
+    random name, every rank enters a random name of its own there, and a rank proceeds once rank 0
+    has closed a list that contains it.
 
     Raises TransportError that names the ranks missing after the timeout.
     """
-    own, entered = secrets.token_hex(8), ""
+    own, entered = _own_entry(info), ""
     if info.rank == 0:
-        store.set(_HEAD, own)
-    end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
+        store.set(_HEAD, own.token)
+    now_s = beat_s = time.monotonic()
+    end_s, heard_s, beat = now_s + seconds, now_s, ""
+    while now_s < end_s:
         head = _read(store, _HEAD)
         if head != entered:
-            store.set(f"{head}/{info.rank}", f"{own} {socket.gethostname()}")
+            store.set(f"{head}/{info.rank}", json.dumps(asdict(own)))
             entered = head
         if info.rank == 0 and len(present := _present(store, head, info.ranks)) == info.ranks:
-            store.set(f"{head}/closed", " ".join(present.values()))
-        if own in _read(store, f"{head}/closed").split():
+            entries = [asdict(entry) for _, entry in sorted(present.items())]
+            store.set(f"{head}/closed", json.dumps(entries))
+        if own in _closed(store, f"{head}/closed"):
             return PrefixStore(head, store)
+        if now_s >= beat_s:
+            beat_s = now_s + _BEAT_S
+            if info.rank == 0:
+                store.set(f"{head}/beat", secrets.token_hex(4))
+            elif (new := _read(store, f"{head}/beat")) != beat:
+                heard_s, beat = now_s, new
         time.sleep(_POLL_S)
-    raise _missing(info, _present(store, entered, info.ranks), seconds)
+        now_s = time.monotonic()
+    is_left = info.rank != 0 and now_s - heard_s > _SILENT_S  # rank 0's list is of an earlier run
+    raise _missing(info, own, {} if is_left else _present(store, entered, info.ranks), seconds)
 
 
-def _present(store: Store, head: str, ranks: int) -> dict[int, str]:
-    """The entries of the ranks in a list: each one's random name and its host."""
-    entries = {rank: _read(store, f"{head}/{rank}") for rank in range(ranks)}
-    return {rank: entry for rank, entry in entries.items() if entry}
+def found_hosts(store: Store, info: RankInfo) -> tuple[RankInfo, tuple[str, ...]]:
+    """From the store that `wait_for_all` returns: this rank with its place on its host, and the
+    addresses of a rank on another host, of rank 0 where that is one.
+
+    Raises SettingsError when the ranks expect different numbers of ranks.
+    """
+    entries = _closed(store, "closed")
+    for rank, entry in enumerate(entries):
+        if entry.ranks != entries[0].ranks:
+            raise SettingsError(
+                f"rank {rank} on {entry.host} was started as one of {entry.ranks} ranks, rank 0 on "
+                f"{entries[0].host} as one of {entries[0].ranks}.",
+                "Give all ranks the same number of ranks (--world-size or WORLD_SIZE).",
+            )
+    local = [
+        rank for rank, entry in enumerate(entries) if entry.system == entries[info.rank].system
+    ]
+    if not info.local_ranks:
+        info = replace(info, local_rank=local.index(info.rank), local_ranks=len(local))
+    others = (entry.addresses for rank, entry in enumerate(entries) if rank not in local)
+    return info, next(others, ())
+
+
+def _present(store: Store, head: str, ranks: int) -> dict[int, _Entry]:
+    """The entries of the ranks in a list."""
+    texts = {rank: _read(store, f"{head}/{rank}") for rank in range(ranks)}
+    return {rank: _entry(json.loads(text)) for rank, text in texts.items() if text}
+
+
+def _closed(store: Store, key: str) -> list[_Entry]:
+    """The entries of all ranks, once rank 0 has closed the list."""
+    return [_entry(raw) for raw in json.loads(_read(store, key) or "[]")]
+
+
+def _entry(raw: dict[str, Any]) -> _Entry:
+    return _Entry(**{**raw, "addresses": tuple(raw["addresses"])})
 
 
 def _read(store: Store, key: str) -> str:
@@ -271,7 +214,7 @@ def _read(store: Store, key: str) -> str:
 
 def joining_error(info: RankInfo, seconds: float, text: str) -> TransportError:
     """The error for an exception of torch.distributed during the rendezvous."""
-    at = f"{info.head}:{info.port}"
+    at = info.meeting_place
     if "EADDRINUSE" in text:
         return TransportError(
             f"rank 0 cannot open {at}: another program has this port.",
@@ -284,21 +227,32 @@ def joining_error(info: RankInfo, seconds: float, text: str) -> TransportError:
             f"{interface}: {text.splitlines()[0]}",
             "Give --interface NAME, of a network that all hosts share.",
         )
-    return unreachable(info, seconds)
+    return _unusable(info, text.splitlines()[0]) if info.file else unreachable(info, seconds)
 
 
-def _missing(info: RankInfo, present: Mapping[int, str], seconds: float) -> TransportError:
+def _missing(
+    info: RankInfo, own: _Entry, present: Mapping[int, _Entry], seconds: float
+) -> TransportError:
     # Without rank 0 there is no list of the others.
     missing = [rank for rank in range(info.ranks) if rank not in present] if present else [0]
-    at = f" at {info.head}:{info.port}" if info.head and info.port else ""
+    at = f" at {info.meeting_place}" if info.meeting_place else ""
+    if not missing:
+        other = present[info.rank]
+        twice = f"; a process on {other.host} joined as rank {info.rank} too"
+        return TransportError(
+            f"rank {info.rank} timed out{at} after {seconds:g} s: the other ranks have begun "
+            f"without it{'' if other.token == own.token else twice}.",
+            "Start each rank once, with the same number of ranks.",
+        )
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank, entry in present.items():
-        by_host[entry.split()[1]].append(rank)
+        by_host[entry.host].append(rank)
     hosts = ", ".join(f"{_ranks(ranks)} on {host}" for host, ranks in by_host.items())
+    same_file = " and that all hosts see this file" if info.file else ""
     return TransportError(
         f"rank {info.rank} timed out{at} after {seconds:g} s waiting for {_ranks(missing)}"
         f"{'; present: ' if hosts else ''}{hosts}.",
-        f"Check the output of {_ranks(missing)}, or allow more time with --timeout-s.",
+        f"Check the output of {_ranks(missing)}{same_file}, or allow more time with --timeout-s.",
     )
 
 

@@ -35,8 +35,8 @@ from ..distributed.cpu_affinity import (
     machine_with,
     read_topology,
 )
+from ..distributed.interfaces import interfaces
 from ..distributed.ranks import find_rank_info
-from ..distributed.rendezvous import interfaces
 from ..errors import AsyncPipeError, TransportError
 from ..extras import install
 from ..formatting import counted, write_bytes

@@ -27,9 +27,9 @@ from ..data.streams import UNKNOWN_LENGTH
 from ..data.task import Task, architecture_of
 from ..data.tokens import tokenizer_of
 from ..distributed.failure import RankFolder, disk_error
+from ..distributed.interfaces import check_interface
 from ..distributed.process_groups import World
 from ..distributed.ranks import grid_of
-from ..distributed.rendezvous import check_interface
 from ..errors import AsyncPipeError, DataError
 from ..executor.compiled import check_compiler
 from ..executor.loading import ChangedCodeError

@@ -7,7 +7,6 @@ ends all ranks when one fails. Under torchrun, srun or mpirun the command is one
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from ..config.settings import Settings, SettingsError
 from ..distributed.cpu_affinity import find_machine, find_resources
 from ..distributed.failure import RankError, RankFolder, disk_error, failure_of
 from ..distributed.process_groups import World, join, leave, stay_alone
-from ..distributed.ranks import RankInfo, find_rank_info, grid_of
+from ..distributed.ranks import RankInfo, given_rank_info, grid_of
 from ..errors import LOADER_HAS_ENDED, AsyncPipeError, DataError, is_of_loader, root_of
 from ..monitoring.records import Reporter
 from ..plan.trust import is_trusted, remember, untrusted
@@ -58,9 +57,7 @@ def run(
     TrustError when the folder's code is not trusted; AsyncPipeError with the first cause, once all
     ranks have ended, when a rank fails; KeyboardInterrupt, with the step, after Ctrl-C.
     """
-    info = find_rank_info(
-        os.environ, master_addr=settings.master_addr, master_port=settings.master_port
-    )
+    info = given_rank_info(settings)
     job = make_job(settings if info is None else as_started(settings, info.ranks))
     check_job(job)
     if settings.trust:
@@ -180,7 +177,7 @@ def _check_restarts(settings: Settings, info: RankInfo) -> None:
         again = f"torchrun --max-restarts {settings.restarts}, with --output FOLDER"
         raise SettingsError(
             f"--restarts {settings.restarts} applies only to ranks that asyncpipe-train starts, "
-            f"but {info.launcher} started these.",
+            f"but these were started by {info.launcher}.",
             again if info.launcher == "torchrun" else "Start the job again.",
         )
     if info.restarts and settings.output is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from ..config.segments import make_segment
 from ..config.settings import Settings, SettingsError
 from ..data.task import GIVEN, architecture_of
 from ..distributed.process_groups import World, join, stay_alone
-from ..distributed.ranks import RankInfo, find_rank_info
+from ..distributed.ranks import RankInfo, given_rank_info
 from ..formatting import did_you_mean
 from ..known_names import TRAIN
 from ..plan.plan import Plan, read_plan
@@ -73,6 +72,9 @@ class PipelineKeywords(TypedDict, total=False):
     interface: str | None
     master_addr: str | None
     master_port: int | None
+    rank: int | None
+    world_size: int | None
+    rendezvous: str | None
 
 
 def joined_job(
@@ -138,15 +140,13 @@ def check_keywords(call: str, options: Mapping[str, Any], keywords: type[Any]) -
 def find_rank_info_of(settings: Settings) -> RankInfo | None:
     """The rank of this process in the process group that exists, or as its launcher says; None for
     a process that is alone."""
-    info = find_rank_info(
-        os.environ, master_addr=settings.master_addr, master_port=settings.master_port
-    )
+    info = given_rank_info(settings)
     if not dist.is_initialized():
         return info
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if info is not None and (info.rank, info.ranks) == (rank, ranks):
         return info
-    return RankInfo(rank, ranks, rank, ranks, launcher="torch.distributed")
+    return RankInfo(rank, ranks, 0, 0, head="", launcher="torch.distributed")
 
 
 def _for_existing_ranks(settings: Settings, info: RankInfo | None) -> Settings:

@@ -26,7 +26,8 @@ from ..config.settings import RunConfig
 from ..control.learning_rate import WSD_SHARE
 from ..data.task import TARGET
 from ..distributed.cpu_affinity import Machine
-from ..distributed.ranks import describe_placement, describe_ranks, grid_of, placement_warning
+from ..distributed.placement import describe_placement, describe_ranks, placement_warning
+from ..distributed.ranks import grid_of
 from ..executor.precision import BoundaryDtypes
 from ..executor.run import needed_inputs
 from ..formatting import counted, write_bytes, write_ms, write_share

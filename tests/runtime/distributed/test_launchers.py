@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,43 @@ def test_the_rank_under_torchrun() -> None:
     assert find_rank_info(torchrun | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == RankInfo(
         3, 4, 1, 2, "a", 5, "torchrun"
     )
+
+
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2"}
+
+
+def test_the_rank_of_a_process_that_is_started_by_hand() -> None:
+    place = {"MASTER_ADDR": "a", "MASTER_PORT": "5"}
+    assert find_rank_info(BY_HAND | place) == RankInfo(1, 2, 0, 0, "a", 5, "hand")
+    here = RankInfo(1, 2, 0, 0, "127.0.0.1", DEFAULT_PORT, "hand")
+    assert find_rank_info(BY_HAND) == find_rank_info({}, rank=1, world_size=2) == here
+    assert find_rank_info(BY_HAND | {"RANK": "0"} | place, rank=1) == RankInfo(
+        1, 2, 0, 0, "a", 5, "hand"
+    )
+    assert find_rank_info(BY_HAND, rendezvous="tcp://[fd00::1]:77") == RankInfo(
+        1, 2, 0, 0, "fd00::1", 77, "hand"
+    )
+    assert find_rank_info(BY_HAND | place, rendezvous="file:///shared/meet") == RankInfo(
+        1, 2, 0, 0, "", 0, "hand", file="/shared/meet"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "what"),
+    [
+        ({}, {"rank": 1}, "--rank 1, but the number of ranks is missing"),
+        ({}, {"world_size": 2}, "--world-size 2, but the rank is missing"),
+        ({}, {"rank": 2, "world_size": 2}, "--rank 2 is not less than the number of ranks, 2"),
+        ({}, {"rendezvous": "tcp://a:5"}, "but this process has no rank"),
+        (BY_HAND, {"rendezvous": "tcp://a", "master_port": 5}, "and --master-port both say"),
+        (BY_HAND | {"LOCAL_WORLD_SIZE": "2"}, {"rank": 0}, "--rank 0, but torchrun started this"),
+    ],
+)
+def test_options_that_contradict_each_other_or_a_launcher_are_named(
+    environment: dict[str, str], options: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(SettingsError, match=what):
+        find_rank_info(environment, **options)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,16 @@ import socket
 import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from asyncpipe.runtime.config.settings import SettingsError
+from asyncpipe.runtime.distributed import rendezvous
 from asyncpipe.runtime.distributed.ranks import RankInfo
-from asyncpipe.runtime.distributed.rendezvous import open_store, wait_for_all
+from asyncpipe.runtime.distributed.rendezvous import found_hosts, open_store, wait_for_all
 from asyncpipe.runtime.errors import TransportError
 
 RANKS = 4
@@ -82,3 +86,61 @@ def test_ranks_find_each_other_at_the_address_of_the_first() -> None:
         stores = list(threads.map(meet, range(RANKS)))
     stores[0].set("who", "rank 0")
     assert [bytes(store.get("who")) for store in stores] == [b"rank 0"] * RANKS
+
+
+def test_ranks_meet_in_a_file_that_an_earlier_run_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "meet"
+    infos = [RankInfo(rank, 2, 0, 0, "", 0, "hand", file=str(file)) for rank in range(2)]
+
+    def meet(info: RankInfo) -> RankInfo:
+        return found_hosts(wait_for_all(open_store(info, 20.0), info, 20.0), info)[0]
+
+    left = []
+    for _ in range(2):
+        left.append(open_store(infos[0], 1.0))  # as by a process that was killed
+        with ThreadPoolExecutor(2) as threads:
+            met = list(threads.map(meet, infos))
+        assert [(info.local_rank, info.local_ranks) for info in met] == [(0, 2), (1, 2)]
+    assert file.is_file()
+    monkeypatch.setattr(rendezvous, "_SILENT_S", 0.2)
+    with pytest.raises(TransportError) as missing:
+        wait_for_all(open_store(infos[1], 1.0), infos[1], 0.6)
+    assert missing.value.what == (
+        f"rank 1 timed out at file://{file} after 0.6 s waiting for rank 0."
+    )
+    assert "that all hosts see this file" in missing.value.cure
+
+
+@pytest.mark.parametrize("content", [b"notes of mine\n" * 20, None], ids=["notes", "no folder"])
+def test_a_file_that_is_no_place_to_meet_is_left_as_it_is(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "folder" / "notes"
+    if content is not None:
+        file.parent.mkdir()
+        file.write_bytes(content)
+    with pytest.raises(TransportError, match="rank 0 on .* cannot use file:///.*/notes for the"):
+        open_store(RankInfo(0, 2, 0, 0, "", file=str(file)), 1.0)
+    assert content is None or file.read_bytes() == content
+
+
+def test_a_process_with_the_rank_of_another_and_unequal_numbers_of_ranks_are_named() -> None:
+    store = dist.HashStore()
+
+    def meet(info: RankInfo) -> str:
+        try:
+            found_hosts(wait_for_all(store, info, 1.0), info)
+        except (TransportError, SettingsError) as error:
+            return error.what
+        return ""
+
+    here = [rank_info(rank) for rank in range(RANKS)]
+    with ThreadPoolExecutor(RANKS + 1) as threads:
+        told = list(threads.map(meet, [*here, here[1]]))
+    assert sorted(map(bool, told)) == [False] * RANKS + [True]
+    assert "the other ranks have begun without it; a process on" in max(told)
+    with ThreadPoolExecutor(RANKS) as threads:
+        told = list(threads.map(meet, [*here[:3], replace(here[3], ranks=5)]))
+    assert all("was started as one of 5 ranks, rank 0 on" in text for text in told)

@@ -20,12 +20,12 @@ from asyncpipe.runtime.distributed.cpu_affinity import (
     find_resources,
     resources_from,
 )
-from asyncpipe.runtime.distributed.ranks import (
-    Grid,
+from asyncpipe.runtime.distributed.placement import (
     describe_placement,
     describe_ranks,
     placement_warning,
 )
+from asyncpipe.runtime.distributed.ranks import Grid
 from asyncpipe.runtime.plan.plan import Plan, RankSpec
 from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.runtime.transports.choose import TransportChoice

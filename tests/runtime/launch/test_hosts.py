@@ -204,6 +204,54 @@ def test_two_hosts_under_mpiexec_make_the_losses_of_one(
     assert losses(tmp_path / "run") == on_one_host
 
 
+def by_hand(both: list[Host], *command: str) -> list[list[str]]:
+    """A rank on each host, told only what one types."""
+    place = ("MASTER_ADDR=h1", "MASTER_PORT=29501", "WORLD_SIZE=2")
+    return [host.command("env", f"RANK={rank}", *place, *command) for rank, host in enumerate(both)]
+
+
+def test_two_hosts_that_are_started_by_hand_make_the_losses_of_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    meet = tmp_path / "meet"
+    with two_hosts() as both:
+        command = (train(), str(folder / "mlp2"))
+        codes, told = Started(*by_hand(both, *command, *same_run(tmp_path / "tcp"))).finish()
+        options_of_rank = ("--world-size", "2", "--rendezvous", f"file://{meet}")
+        in_file = [
+            host.command(*command, *same_run(tmp_path / "file"), *options_of_rank, "--rank", rank)
+            for host, rank in zip(both, "01", strict=True)
+        ]
+        late, told_late = Started(in_file[1] + ["--timeout-s", "2"]).finish()
+        codes_of_file, told_of_file = Started(*in_file).finish()
+    assert (codes, codes_of_file) == ([0, 0], [0, 0]), (told, told_of_file)
+    assert late == [1] and f"at file://{meet} after 2 s waiting for rank 0." in told_late[0]
+    for words in (told[0], told_of_file[0]):
+        assert "2 processes on 2 hosts by hand · gloo over eth0" in words
+        assert "ranks 0 on h1, 1 on h2" in words
+    given: dict[str, Any] = {"steps": 5, "dtype": "float64", "clip": 0.5, "log_every": 1}
+    given |= {"threads": 1, "data": "clusters"}
+    run(Settings(folder=str(folder / "mlp2"), output=str(tmp_path / "one"), **given), FACTORY)
+    assert losses(tmp_path / "tcp") == losses(tmp_path / "file") == losses(tmp_path / "one")
+
+
+def test_a_rank_that_was_not_started_by_hand_is_named(folder: Path, tmp_path: Path) -> None:
+    with two_hosts() as both:
+        command = (train(), str(folder / "mlp2"), *options(tmp_path / "run", timeout_s=2))
+        first, second = by_hand(both, *command)
+        codes, told = Started(first).finish()
+        codes_of_second, told_of_second = Started(second).finish()
+    assert codes == codes_of_second == [1]
+    assert (
+        "rank 0 timed out at h1:29501 after 2 s waiting for rank 1; present: rank 0 on h1"
+        in (told[0])
+    )
+    assert (
+        "rank 1 on h2 cannot reach rank 0 at h1:29501 in 2 s (10.77.0.1: connection ref"
+        in (told_of_second[0])
+    )
+
+
 def wait_for_steps(output: Path, started: Started) -> None:
     end_s = time.monotonic() + 60
     while not all((output / "ranks" / f"{rank}.step").exists() for rank in range(4)):

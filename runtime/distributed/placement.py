@@ -1,0 +1,87 @@
+"""Ranks and hosts -> their description in words, and a warning if they differ from the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from ..config.batch_layout import describe_stages
+from ..plan.plan import Plan
+from ..schedule.schedule import Schedule
+from ..transports.choose import TransportChoice
+from .cpu_affinity import Machine
+from .ranks import Grid
+
+_FEW = 8
+
+
+def describe_ranks(grid: Grid, transport: TransportChoice, machine: Machine) -> str:
+    """The number of processes, their launcher and transport, and the cores of each."""
+    threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
+    ranks = grid.processes
+    origin = f" ({machine.threads_from})" if machine.threads_from == "OMP_NUM_THREADS" else ""
+    if ranks == 1:
+        return f"1 process, all stages in it · {threads} of {machine.cores} cores{origin}"
+    hosts = dict.fromkeys(machine.host_of_rank)
+    several = len(hosts) > 1
+    whole = f", {grid.replicas} replicas of {grid.ranks}" if grid.replicas > 1 else ""
+    if grid.ranks_of_stage:
+        whole = f", {describe_stages(grid.ranks_of_stage)}"
+    if grid.ranks == 1:
+        whole = ", all stages in each"
+    head = f"{ranks} processes{whole}" + (f" on {len(hosts)} hosts" if several else "")
+    if machine.launcher:
+        head += f" by {machine.launcher}"
+    means = f"{transport.name} over {machine.interface}" if several else str(transport)
+    where = f" of {machine.host_of_rank[0]}" if several else ""
+    if machine.pins:
+        shown = machine.pins if len(machine.pins) <= _FEW else (*machine.pins[:3], "..")
+        cores = f"pinned to cores {', '.join(shown)}{where}"
+    else:
+        cores = f"{machine.cores} cores on {'these hosts' if several else 'this machine'}"
+    return f"{head} · {means} · {threads} each{origin}, {cores}"
+
+
+def describe_placement(plan: Plan, schedule: Schedule, machine: Machine) -> str:
+    """The ranks of each host and the boundaries that cross hosts; "" for a single host."""
+    hosts = machine.host_of_rank
+    if len(set(hosts)) < 2:
+        return ""
+    pairs = {
+        (boundary.source, target) for boundary in plan.boundaries for target in boundary.targets
+    }
+    crossing = sum(
+        any(hosts[ranks[source]] != hosts[ranks[target]] for ranks in schedule.placements)
+        for source, target in pairs
+    )
+    verb = "crosses" if crossing == 1 else "cross"
+    return f"{_ranks_of_hosts(hosts)} · {crossing} of {len(pairs)} boundaries {verb} hosts"
+
+
+def placement_warning(plan: Plan, machine: Machine) -> str:
+    """A warning if the ranks are on other hosts than the plan assumes; "" otherwise."""
+    planned = [spec.host for spec in plan.setting.ranks]
+    hosts = machine.host_of_rank
+    if len(set(planned)) < 2 or len(planned) != len(hosts):
+        return ""
+    if _pattern(planned) == _pattern(hosts):
+        return ""
+    return (
+        f"the plan was made for {_ranks_of_hosts(planned)}, but there are "
+        f"{_ranks_of_hosts(hosts)}: other boundaries cross hosts than planned."
+    )
+
+
+def _pattern(hosts: Sequence[str]) -> list[int]:
+    """Hosts as numbers in the order of their first rank."""
+    known = list(dict.fromkeys(hosts))
+    return [known.index(host) for host in hosts]
+
+
+def _ranks_of_hosts(hosts: Sequence[str]) -> str:
+    """`ranks 0-1 on a, 2 on b`."""
+    parts = []
+    for host, group in groupby(range(len(hosts)), key=lambda rank: hosts[rank]):
+        own = list(group)
+        parts.append(f"{own[0]}-{own[-1]} on {host}" if len(own) > 1 else f"{own[0]} on {host}")
+    return f"ranks {', '.join(parts)}"
