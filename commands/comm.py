@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from .comm_bench import bench_command
 from .options import make_app
 
 app = make_app("asyncpipe-comm", "Measure the links between ranks, and explain what they cost.")
+
+app.command(bench_command, name="bench")

@@ -44,6 +44,7 @@ NEEDED = {
     "inspect": ("nowhere",),
     "info": (),
     "view": ("nowhere",),
+    "comm bench": (),
 }
 NO_NUMBERS = (
     "", " ", "none", "null", "nan", "inf", "-inf", "1e400", "9" * 70, "9" * 5000, "true", "0x10",
@@ -62,6 +63,8 @@ def apps() -> Iterator[tuple[str, App]]:
         yield name, app
         if name == "train":
             yield "train report", app["report"]
+    comm = importlib.import_module("asyncpipe.commands.comm").app
+    yield "comm bench", comm["bench"]
 
 
 def options() -> Iterator[tuple[str, str, Reader | None]]:

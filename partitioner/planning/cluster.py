@@ -18,12 +18,13 @@ from itertools import product
 from typing import Any, Unpack, cast
 
 from ...runtime.errors import PlanError
+from ...runtime.limits import bytes_of
 from ...runtime.schedule.asynchronous import ASYNCHRONOUS
 from ...runtime.schedule.builders import AUTO, make_schedule, natural_ranks
 from ..graph.costs import LOCALHOST, Link
 from ..graph.rank_model import Device, RankConfig, Recompute
 from .keywords import PlanConfig
-from .options import PartitionOptions, bytes_of
+from .options import PartitionOptions
 
 # Ethernet of 10 Gbit/s with TCP, of which about nine tenths are reached.
 NETWORK = Link(latency_ms=0.2, bytes_per_s=1.1e9)

@@ -9,7 +9,6 @@ Imports neither torch nor numpy, so that `--help` answers at once.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, wraps
@@ -27,6 +26,7 @@ from ...runtime.limits import (
     Number,
     Text,
     Whole,
+    bytes_of,
     key_values,
     path,
     refusal,
@@ -50,26 +50,6 @@ METHODS = (
     "all",
 )
 PREFER_MODULES = 0.02
-
-_UNITS = {"": 1, "b": 1} | {
-    prefix + suffix: base**power
-    for suffix, base in (("ib", 1024), ("b", 1000))
-    for power, prefix in enumerate("kmgt", start=1)
-}
-
-
-def bytes_of(size: int | str) -> int | None:
-    """A number of bytes from "11GiB", "500 MB" or "1.5e9"; None if it is not a memory size.
-
-    >>> bytes_of("11GiB"), bytes_of("500 MB"), bytes_of(7), bytes_of("many")
-    (11811160064, 500000000, 7, None)
-    """
-    number = r"([0-9]{1,20}(?:\.[0-9]{0,20})?(?:e[0-9]{1,2})?)"
-    parts = re.fullmatch(rf"\s*{number}\s*([a-z]*)\s*", str(size), re.IGNORECASE)
-    unit = _UNITS.get(parts[2].lower(), 0) if parts else 0
-    is_size = parts is not None and unit > 0 and 0 < float(parts[1]) < 1e18
-    return int(float(parts[1]) * unit) if parts and is_size else None
-
 
 # --- where options apply --------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .ring import EndpointKind, PointToPoint, chunk_lengths, ring_all_reduce
+from .operation_facts import EndpointKind
+from .ring import PointToPoint, chunk_lengths, ring_all_reduce
 
 
 @dataclass(frozen=True)

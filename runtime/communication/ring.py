@@ -23,35 +23,14 @@ import torch
 from torch import Tensor
 
 from ..errors import TransportError
+from .operation_facts import REDUCERS, EndpointKind
 
 RingPhase = Literal["scatter-reduce", "all-gather"]
 RingOp = Literal["send", "wait", "reduce", "done"]
-EndpointKind = Literal["concurrent", "serial"]
-
-ENDPOINTS: tuple[EndpointKind, ...] = ("concurrent", "serial")
-
 REDUCTIONS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-    "avg": torch.add,
+    name: getattr(torch, function) for name, function in REDUCERS.items()
 }
 """Name of a reduction -> the function of two tensors; an average divides the sum afterwards."""
-
-
-def applies(reduce: str, dtype: torch.dtype) -> bool:
-    """Whether a reduction is defined for a dtype: bits of integers, averages of floats.
-
-    >>> applies("bxor", torch.int64), applies("avg", torch.int64)
-    (True, False)
-    """
-    if reduce == "avg":
-        return dtype.is_floating_point
-    return not (reduce in ("band", "bor", "bxor") and dtype.is_floating_point)
 
 
 class PointToPoint(Protocol):
@@ -78,7 +57,8 @@ class PointToPoint(Protocol):
 class RingEvent:
     """Something that a rank did, in seconds since it began the all-reduce.
 
-    `done` is the whole of it. A `wait` ends when the chunk has arrived.
+    `done` is the whole of it. A `wait` ends when the chunk has arrived. `size_bytes` is the size
+    of the chunk.
     """
 
     phase: RingPhase
@@ -86,6 +66,7 @@ class RingEvent:
     op: RingOp
     start_s: float
     end_s: float
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +139,12 @@ def ring_all_reduce(
         ring.step("scatter-reduce", step, chunks[(rank - step) % ranks], incoming)
         before_s = perf_counter()
         REDUCTIONS[reduce](own, incoming, out=own)
-        ring.note("scatter-reduce", step, "reduce", before_s, perf_counter())
+        ring.note("scatter-reduce", step, "reduce", before_s, incoming)
     if reduce == "avg":
         chunks[(rank + 1) % ranks].div_(ranks)
     for step in range(ranks - 1):
         ring.step("all-gather", step, chunks[(rank - step + 1) % ranks], chunks[rank - step])
-    ring.note("all-gather", max(0, ranks - 2), "done", ring.start_s, perf_counter())
+    ring.note("all-gather", max(0, ranks - 2), "done", ring.start_s, result)
     return RingResult(result, tuple(ring.events), ring.start_s, ring.sent_bytes)
 
 
@@ -205,20 +186,30 @@ class _Ring:
         begin_s = perf_counter()
         if self.endpoint == "concurrent" and outgoing.numel() and incoming.numel():
             sent_s = links.exchange(target, outgoing, source, incoming)
-            self.note(phase, step, "send", begin_s, sent_s)
-            self.note(phase, step, "wait", sent_s, perf_counter())
+            self.note(phase, step, "send", begin_s, outgoing, sent_s)
+            self.note(phase, step, "wait", sent_s, incoming)
         else:
             # Ranks that all sent first would all wait for one that receives.
             order: tuple[RingOp, ...] = ("send", "wait")
             for op in order if links.rank % 2 == 0 else reversed(order):
-                begin_s = perf_counter()
-                if op == "send" and outgoing.numel():
-                    links.send(target, outgoing)
-                elif op == "wait" and incoming.numel():
-                    links.recv(source, incoming)
-                self.note(phase, step, op, begin_s, perf_counter())
+                begin_s, moved = perf_counter(), outgoing if op == "send" else incoming
+                if op == "send" and moved.numel():
+                    links.send(target, moved)
+                elif op == "wait" and moved.numel():
+                    links.recv(source, moved)
+                self.note(phase, step, op, begin_s, moved)
         self.sent_bytes += outgoing.nbytes
 
-    def note(self, phase: RingPhase, step: int, op: RingOp, start_s: float, end_s: float) -> None:
-        since = self.start_s
-        self.events.append(RingEvent(phase, step, op, start_s - since, end_s - since))
+    def note(
+        self,
+        phase: RingPhase,
+        step: int,
+        op: RingOp,
+        begin_s: float,
+        tensor: Tensor,
+        end_s: float | None = None,
+    ) -> None:
+        """Records something that ended at a moment, or now."""
+        end_s = perf_counter() if end_s is None else end_s
+        times = begin_s - self.start_s, end_s - self.start_s
+        self.events.append(RingEvent(phase, step, op, *times, tensor.nbytes))

@@ -35,7 +35,10 @@ _WORDS = {"F": "forward", "B": "backward", "W": "backward (weights)"}
 
 @dataclass(frozen=True, slots=True)
 class StageMessage:
-    """A repeated message between two stages on different ranks; `kind` is that of its channel."""
+    """A repeated message between two stages on different ranks; `kind` is that of its channel.
+
+    A message outside of a pipeline has the kind `message`, and ranks as its source and target.
+    """
 
     kind: str
     name: str
@@ -49,6 +52,11 @@ class StageMessage:
         """`the activation "hidden" of micro-batch 5`."""
         unit = "micro-batch" if self.kind in ("activation", "gradient") else "step"
         return f'the {self.kind} "{self.name}" of {unit} {index}'
+
+    @property
+    def unit_of_ends(self) -> str:
+        """What `source` and `target` are."""
+        return "rank" if self.kind == "message" else "stage"
 
 
 class Activity(NamedTuple):

@@ -48,7 +48,7 @@ _Key = tuple[int, StageMessage, int]
 class RankTrace:
     """The recorded spans of one rank.
 
-    rank, stages: the rank and its stages.
+    rank, stages: the rank and its stages; it has none outside of a pipeline.
     spans: the spans, on the clock of rank 0.
     """
 
@@ -101,8 +101,10 @@ def _without(span: Span, waits: Iterable[Span]) -> Iterator[tuple[float, float]]
 
 
 def _names(rank: RankTrace) -> Iterator[dict[str, Any]]:
-    stages = ", ".join(map(str, rank.stages))
-    name = f"rank {rank.rank} (stage{'s' if len(rank.stages) > 1 else ''} {stages})"
+    name = f"rank {rank.rank}"
+    if rank.stages:
+        stages = ", ".join(map(str, rank.stages))
+        name += f" (stage{'s' if len(rank.stages) > 1 else ''} {stages})"
     yield {"ph": "M", "pid": rank.rank, "name": "process_name", "args": {"name": name}}
     order = {"sort_index": rank.rank}
     yield {"ph": "M", "pid": rank.rank, "name": "process_sort_index", "args": order}
@@ -136,10 +138,15 @@ def _name(span: Span) -> str:
         return f"{subject.kind}{subject.index} stage {subject.stage}"
     if isinstance(subject, StageMessage):
         if activity.kind == "receive":
-            return f"wait for {subject.name} {activity.index} of stage {subject.source}"
+            end = f"{subject.unit_of_ends} {subject.source}"
+            return f"wait for {subject.name} {activity.index} of {end}"
         verb = "send" if activity.kind == "send" else "taken:"
-        return f"{verb} {subject.name} {activity.index} to stage {subject.target}"
+        return f"{verb} {_message(subject, activity.index)}"
     return f"data {activity.index}" if activity.kind == "data" else subject
+
+
+def _message(message: StageMessage, index: int) -> str:
+    return f"{message.name} {index} to {message.unit_of_ends} {message.target}"
 
 
 def _facts(span: Span) -> dict[str, Any]:
@@ -179,7 +186,7 @@ def _messages(ranks: Sequence[RankTrace], begin_s: float) -> Iterator[dict[str, 
         if key not in sent:
             continue
         source_rank, send = sent[key]
-        name = f"{key[1].name} {key[2]} to stage {key[1].target}"
+        name = _message(key[1], key[2])
         shared = {"name": name, "cat": "message", "id": number}
         begin_us = _us(send.start_s - begin_s)
         # An arrow ends in the slice that contains its end; a slice does not contain its own end.

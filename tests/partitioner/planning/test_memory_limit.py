@@ -16,11 +16,12 @@ from asyncpipe.partitioner.graph.costs import Link
 from asyncpipe.partitioner.graph.problem import Placement, evaluate
 from asyncpipe.partitioner.planning.cluster import make_setting
 from asyncpipe.partitioner.planning.infeasible import explained, least_memory
-from asyncpipe.partitioner.planning.options import bytes_of, check_options
+from asyncpipe.partitioner.planning.options import check_options
 from asyncpipe.partitioner.planning.planner import plan_graph
 from asyncpipe.partitioner.planning.solve import solve
 from asyncpipe.partitioner.solvers import METHODS
 from asyncpipe.runtime.errors import PlanError
+from asyncpipe.runtime.limits import bytes_of
 from asyncpipe.tests.support.models.placements import all_ordered, contiguous, graphs, problem_of
 
 MIB = 2**20

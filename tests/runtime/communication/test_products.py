@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncpipe.runtime.communication.operation_facts import ENDPOINTS, EndpointKind
 from asyncpipe.runtime.communication.products import PRODUCTS, Factors, product_bytes
-from asyncpipe.runtime.communication.ring import ENDPOINTS, EndpointKind
 from asyncpipe.tests.support.processes.rings import run_threads
 
 SIZE = st.integers(1, 9)
