@@ -14,6 +14,7 @@ from rich.text import Text
 from ..runtime.formatting import (
     counted,
     write_accuracy,
+    write_bytes,
     write_duration,
     write_loss,
     write_ms,
@@ -211,6 +212,7 @@ def _ending(summary: Summary) -> list[str]:
         f"  idle       {_parts(summary.idle_parts)}",
         f"  throughput {write_rate(summary.rate, summary.unit)} (excluding step 1) · "
         f"{summary.epoch:.3g} epochs",
+        *_accounts(summary),
         f"  output     {escape(summary.output)}",
     ]
     if late := summary.staleness:
@@ -236,7 +238,21 @@ def _ending(summary: Summary) -> list[str]:
     return lines
 
 
+def _accounts(summary: Summary) -> list[str]:
+    """The epochs in a second after the warm-up, and the bytes that a step sends."""
+    lines = []
+    if pace := summary.pace:
+        lines.append(
+            f"  pace       {pace.epochs:.6g} epochs in {write_duration(pace.seconds)} = "
+            f"{pace.epoch_per_s:.3g} epoch/s (excluding step {pace.warm_up})"
+        )
+    if sent := summary.sent_bytes:
+        parts = " · ".join(f"{write_bytes(size)} {name}" for name, size in sent.items())
+        lines.append(f"  sent       {write_bytes(sum(sent.values()))} per step: {parts}")
+    return lines
+
+
 def _parts(split: IdleSplit) -> str:
     """`9% bubble · 4% imbalance · ..`, the largest first."""
     parts = sorted(asdict(split).items(), key=lambda part: -part[1])
-    return " · ".join(f"{write_share(share)} {name}" for name, share in parts)
+    return " · ".join(f"{write_share(share)} {name}" for name, share in parts if share)

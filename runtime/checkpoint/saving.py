@@ -113,7 +113,7 @@ class Saver:
     def finish(self) -> None:
         """Waits for the last checkpoint. Raises CheckpointError when it could not be written."""
         if self._thread is not None:
-            with self._activities.during(Activity("other", "writes a checkpoint")):
+            with self._activities.during(Activity("writing", "writes a checkpoint")):
                 self._thread.join()
             self._thread = None
         self.poll()

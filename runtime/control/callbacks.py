@@ -23,6 +23,7 @@ from typing import Any
 
 from ..config.settings import RunConfig, SettingsError
 from ..distributed.process_groups import World
+from ..executor.instrumented import Activities, Activity
 from ..monitoring.records import EvalRecord, Reporter, StepRecord, Summary
 from ..rng import drawing_from, import_seeded
 from ..user_code import user_errors_as
@@ -60,7 +61,8 @@ class Callbacks(Reporter):
     """The user's callbacks on rank 0. Raises SettingsError, with the line, where their code fails,
     or returns something else than None or a Request."""
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
+    def __init__(self, config: RunConfig, folder: Path, activities: Activities) -> None:
+        self._activities = activities
         self._what, self._seed = f"--callbacks {config.callbacks}", config.seed
         spec = str(config.callbacks)
         make = import_seeded(spec, "--callbacks", SettingsError, self._seed)
@@ -98,7 +100,9 @@ class Callbacks(Reporter):
             return
         self._calls += 1
         key = ("callbacks", hook, self._calls)
-        with drawing_from(self._seed, *key), user_errors_as(SettingsError, f"{self._what}: {hook}"):
+        runs = self._activities.during(Activity("other", f"runs {self._what}"))
+        where = f"{self._what}: {hook}"
+        with runs, drawing_from(self._seed, *key), user_errors_as(SettingsError, where):
             request = own(*arguments)
         if request is not None:
             self._asked |= self._checked(hook, request)

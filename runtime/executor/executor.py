@@ -22,9 +22,9 @@ from ..rng import GeneratorState, micro_batch_seed
 from ..schedule.schedule import Action, Schedule, shared_delay, split_backwards
 from ..staleness import Steps, make_staleness
 from ..staleness.weight_versions import Weights, WeightVersions
-from ..transports.protocol import CastingTransport, Handle, Transport
+from ..transports.protocol import GENERATOR_STATE, CastingTransport, Handle, Transport
 from .instrumented import Observer, RunRecorder, RunReport
-from .mailbox import GENERATOR_STATE, Mailbox, Sizes, channels_of_each
+from .mailbox import Mailbox, Sizes, channels_of_each
 from .precision import AS_PLANNED, FULL, BoundaryDtypes, Precision
 from .recompute import MiniBatchNorm
 from .run import (

@@ -6,13 +6,13 @@ seconds of all kinds add up to the time that passed. Another thread may read `no
 any time.
 
 An `Observer` receives the events of a run; `RunRecorder` makes its `RunReport`. `observed_feed`,
-`ActionObserver` and `ObservedTransport` record a rank's activities.
+`ActionObserver` and `ObservedTransport` (`observed_transport.py`) record a rank's activities.
 """
 
 from __future__ import annotations
 
-import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,15 +21,25 @@ from typing import Literal, NamedTuple, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import TransportError
 from ..schedule.schedule import Action
 from ..staleness.weight_versions import LedgerEntry
-from ..transports.protocol import Channel, Handle, Transport
+from ..transports.protocol import GENERATOR_STATE
 from .weight_binding import Gap
 
-Kind = Literal["F", "B", "W", "S", "norm", "data", "receive", "send", "taken", "meet", "other"]
+_Computing = Literal["F", "B", "W", "S", "norm"]
+Kind = Literal[
+    _Computing, "data", "receive", "send", "taken", "meet", "exchange", "writing", "other"
+]
 
 COMPUTING: tuple[Kind, ...] = ("F", "B", "W", "S", "norm")
+
+PURPOSES = ("activation", "gradient", "generator state", "tied", "replicas")
+"""The purposes of the bytes that a rank sends in its steps: tensors between stages and their
+gradients, the state of random generators that travels with them, and gradients of tied parameters
+and of replicas."""
+
+_PURPOSE_OF = {"activation": "activation", "gradient": "gradient", "shared gradient": "tied"}
+"""Kind of a channel -> the purpose of its bytes; checksums are sent once, before the first step."""
 _WORDS = {"F": "forward", "B": "backward", "W": "backward (weights)"}
 
 
@@ -47,6 +57,11 @@ class StageMessage:
     source_rank: int
     target_rank: int
     size_bytes: int
+
+    @property
+    def purpose(self) -> str:
+        """The purpose of its bytes, one of PURPOSES; "" for one that no step sends."""
+        return self.name if self.name == GENERATOR_STATE else _PURPOSE_OF.get(self.kind, "")
 
     def describe(self, index: int) -> str:
         """`the activation "hidden" of micro-batch 5`."""
@@ -69,6 +84,8 @@ class Activity(NamedTuple):
     - send: handing a message to the transport
     - taken: waiting until a message was taken
     - meet: waiting for all ranks
+    - exchange: summing gradients over replicas
+    - writing: writing checkpoints or records
     - other: something else, in words
     """
 
@@ -148,15 +165,21 @@ class _During:
 
 
 class Activities:
-    """The current activity of a rank, and its finished ones.
+    """The current activity of a rank, its finished ones, and the bytes that it sends.
 
     An exception leaves its activity open, so that it can be reported.
+
+    finished: the number of finished activities.
+    first_micro_batch, step: those of the segment.
+    spans: the finished activities, if recorded.
+    sent: the bytes sent since the last `take_sent`, by purpose.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.finished = 0
         self.first_micro_batch, self.step = 0, 1
         self.spans: list[Span] | None = None
+        self.sent: Counter[str] = Counter()
         self._clock = clock
         self._open: list[tuple[Activity, float]] = []
         self._spent: Spent = {}
@@ -194,6 +217,11 @@ class Activities:
         self._charge()
         spent, self._spent = self._spent, {}
         return spent
+
+    def take_sent(self) -> Counter[str]:
+        """The bytes sent since the last call, by purpose."""
+        sent, self.sent = self.sent, Counter()
+        return sent
 
     def _charge(self) -> float:
         """Adds the time since the last call to the innermost activity."""
@@ -349,84 +377,6 @@ class ActionObserver(Observer):
 
     def on_action(self, action: Action, start_s: float, end_s: float) -> None:
         self.activities.end()
-
-
-class ObservedTransport:
-    """A transport whose waits are recorded as `receive` and `taken`, and whose sends as `send`.
-
-    `first_rank` is the number of the pipeline's rank 0 among the ranks of all replicas.
-    """
-
-    def __init__(
-        self, transport: Transport, activities: Activities, *, first_rank: int = 0
-    ) -> None:
-        self._transport = transport
-        self._activities = activities
-        self._first_rank = first_rank
-        self._numbered = _Numbered(first_rank)
-        self._messages: dict[Channel, StageMessage] = {}
-
-    @property
-    def rank(self) -> int:
-        return self._transport.rank
-
-    @property
-    def depth(self) -> int:
-        return self._transport.depth
-
-    def send(self, channel: Channel, tensor: Tensor, index: int) -> None:
-        sending = self._activities.during(Activity("send", self._message(channel), index))
-        with sending, self._numbered:
-            self._transport.send(channel, tensor, index)
-
-    def recv(self, channel: Channel, index: int) -> Handle:
-        with self._numbered:
-            return self._transport.recv(channel, index)
-
-    def wait(self, handle: Handle) -> Tensor:
-        message = self._message(handle.channel)
-        receiving = self._activities.during(Activity("receive", message, handle.index))
-        with receiving, self._numbered:
-            return self._transport.wait(handle)
-
-    def wait_sent(self, channel: Channel, index: int) -> None:
-        waiting = self._activities.during(Activity("taken", self._message(channel), index))
-        with waiting, self._numbered:
-            self._transport.wait_sent(channel, index)
-
-    def close(self) -> None:
-        with self._activities.during(Activity("meet", "all messages are taken")):
-            self._transport.close()
-
-    def _message(self, channel: Channel) -> StageMessage:
-        if channel not in self._messages:
-            self._messages[channel] = StageMessage(
-                channel.kind,
-                channel.name,
-                channel.source,
-                channel.target,
-                self._first_rank + channel.source_rank,
-                self._first_rank + channel.target_rank,
-                math.prod(channel.shape) * channel.dtype.itemsize,
-            )
-        return self._messages[channel]
-
-
-class _Numbered:
-    """Inside, errors of the transport name the first rank that ranks are counted from, if it is not
-    0."""
-
-    __slots__ = ("_first_rank",)
-
-    def __init__(self, first_rank: int) -> None:
-        self._first_rank = first_rank
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self._first_rank and isinstance(error, TransportError):
-            error.what += f" (ranks of one replica, counted from rank {self._first_rank})"
 
 
 def _kind(action: Action) -> Kind:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..plan.plan import Boundary, Plan
 from ..schedule.schedule import Action, Schedule
-from ..transports.protocol import Channel, ChannelKind, Handle, Transport
+from ..transports.protocol import GENERATOR_STATE, Channel, ChannelKind, Handle, Transport
 from .precision import BoundaryDtypes
 
 Waiting: TypeAlias = Generator[Handle, None, Tensor]
@@ -222,9 +222,6 @@ Edge = tuple[int, int]
 Sizes = Mapping[str, int]
 """Numbers for a plan's symbols, such as batch and sequence."""
 _Spec = tuple[torch.dtype, tuple[int, ...]]
-
-GENERATOR_STATE = "generator state"
-"""Name of the channel that carries a micro-batch's generator state."""
 
 CHECKSUM_BYTES = 32
 

@@ -16,8 +16,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..distributed.process_groups import World
 from ..errors import TransportError
-from ..executor.instrumented import COMPUTING, Kind, Spent
+from ..executor.instrumented import COMPUTING, PURPOSES, Kind, Spent
 
 _UNDER_WAY = 64
 
@@ -48,7 +48,11 @@ class RankFigures:
     unexpected: those at other versions than the closed form of the schedule gives.
     gap_squared, weights_squared: sums over the same passages, where measured: of the squared norms
         of the difference between a forward's weights and the live ones, and of the live ones.
-    waiting_s, sending_s, data_s, overhead_s: idle seconds since its last step, by reason.
+    waiting_s, sending_s, data_s, overhead_s, exchange_s, writing_s: idle seconds since its last
+        step, by reason.
+    summed: the elements of its gradients that were summed over replicas; 0 on all but the first of
+        several replicas.
+    sent: the bytes that it sent since its last step, by purpose as in PURPOSES.
     stage_s: seconds since its last step in actions of each kind and stage, by kind as in COMPUTING.
     """
 
@@ -70,6 +74,10 @@ class RankFigures:
     sending_s: float = 0.0
     data_s: float = 0.0
     overhead_s: float = 0.0
+    exchange_s: float = 0.0
+    writing_s: float = 0.0
+    summed: float = 0.0
+    sent: tuple[float, ...] = (0.0,) * len(PURPOSES)
     stage_s: tuple[float, ...] = ()
 
     @property
@@ -78,25 +86,32 @@ class RankFigures:
 
     @property
     def idle_s(self) -> float:
-        return self.waiting_s + self.sending_s + self.data_s + self.overhead_s
+        waits_s = self.waiting_s + self.exchange_s
+        return waits_s + self.sending_s + self.data_s + self.overhead_s + self.writing_s
 
     @property
     def wall_s(self) -> float:
         return self.busy_s + self.idle_s
 
     def to_list(self) -> list[float]:
-        return [*astuple(self)[:_NAMED], *self.stage_s]
+        return [*astuple(self)[:_NAMED], *self.sent, *self.stage_s]
+
+    @classmethod
+    def of_list(cls, values: Sequence[float]) -> RankFigures:
+        """The inverse of `to_list`."""
+        end = _NAMED + len(PURPOSES)
+        return cls(*values[:_NAMED], sent=tuple(values[_NAMED:end]), stage_s=tuple(values[end:]))
 
 
-_NAMED = len(fields(RankFigures)) - 1
-"""The number of fields except `stage_s`."""
+_NAMED = len(fields(RankFigures)) - 2
+"""The number of fields that are one number."""
 
 _THE_END = RankFigures(step=-1)
 """Sent in place of a step's metrics by a rank that makes no more steps."""
 
 
-def figures_of(spent: Spent, stages: int, **known: float) -> RankFigures:
-    """The metrics of a step with these times."""
+def figures_of(spent: Spent, sent: Mapping[str, int], stages: int, **known: float) -> RankFigures:
+    """The metrics of a step with these times and bytes."""
 
     def of(kind: Kind) -> float:
         return spent.get((kind, -1), 0.0)
@@ -107,6 +122,9 @@ def figures_of(spent: Spent, stages: int, **known: float) -> RankFigures:
         sending_s=of("send"),
         data_s=of("data"),
         overhead_s=of("other"),
+        exchange_s=of("exchange"),
+        writing_s=of("writing"),
+        sent=tuple(float(sent.get(purpose, 0)) for purpose in PURPOSES),
         stage_s=tuple(spent.get((kind, j), 0.0) for kind in COMPUTING for j in range(stages)),
     )
 
@@ -116,7 +134,7 @@ class Gather:
 
     def __init__(self, world: World, stages: int) -> None:
         self._world = world
-        self._numbers = _NAMED + len(COMPUTING) * stages
+        self._numbers = _NAMED + len(PURPOSES) + len(COMPUTING) * stages
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
         self._receiver: threading.Thread | None = None
         self._own: queue.SimpleQueue[RankFigures] = queue.SimpleQueue()
@@ -181,9 +199,7 @@ class Gather:
                     dist.recv(content, src=rank, group=self._world.metrics)
                 except RuntimeError:
                     return  # The rank is gone, which the pipeline reports.
-                values = content.tolist()
-                own = RankFigures(*values[:_NAMED])
-                figures.append(replace(own, stage_s=tuple(values[_NAMED:])))
+                figures.append(RankFigures.of_list(content.tolist()))
             if figures[0].step == _THE_END.step:
                 return
             self._complete.put(figures)

@@ -1,14 +1,17 @@
-"""Measured idle time of ranks -> its causes: bubble, imbalance, data, overhead, communication.
+"""Measured idle time of ranks -> its causes: bubble, imbalance, data, overhead, communication,
+exchange, writing.
 
 A rank's time in one optimizer step is computation (forwards, backwards, optimizer) and the rest, in
 which it is *idle*:
 
-    idle = waiting + sending + data + overhead
+    idle = waiting + sending + data + overhead + exchange + writing
 
 waiting    for a tensor, or for all ranks
 sending    handing tensors to the transport
 data       making micro-batches: the data loader
 overhead   everything else: the executor between two actions
+exchange   summing gradients over replicas, and waiting for these
+writing    checkpoints and records, also between the steps
 
 The causes of waiting are found by simulating the same schedule (`simulate.py`) with other costs and
 free transfers, and comparing how long each rank waits:
@@ -17,6 +20,7 @@ free transfers, and comparing how long each rank waits:
     real     every stage has its measured cost
     fed      and every forward the time of reading its micro-batch
     whole    and every action its rank's overhead
+    written  and every step its rank's writing
 
 The measured waiting w is attributed in this order, never more than w in total:
 
@@ -24,15 +28,18 @@ The measured waiting w is attributed in this order, never more than w in total:
     imbalance      the rest of the waiting under `real` costs
     data           additional waiting while other ranks read data, and its own reading
     overhead       additional waiting for the other ranks' overhead, and its own
+    writing        additional waiting for other ranks that write, and its own writing
     communication  the rest of w: transfers, wake-ups, uneven actions; and its own sending
 
-So no part is negative, and the five add up to the idle time, for any schedule.
+Exchange is what was measured. So no part is negative, and all add up to the idle time, for any
+schedule.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 
 from ..config.segments import make_segment
 from ..config.settings import RunConfig
@@ -49,7 +56,7 @@ class RankTime:
     """One rank's time in one optimizer step, on average, in milliseconds.
 
     stage_ms: computation by kind of action (F, B, W, S; norm is part of a step) and stage.
-    waiting_ms, sending_ms, data_ms, overhead_ms: idle time by reason.
+    waiting_ms, sending_ms, data_ms, overhead_ms, exchange_ms, writing_ms: idle time by reason.
     """
 
     stage_ms: Mapping[tuple[str, int], float]
@@ -57,11 +64,14 @@ class RankTime:
     sending_ms: float
     data_ms: float
     overhead_ms: float
+    exchange_ms: float = 0.0
+    writing_ms: float = 0.0
 
     @property
     def idle_ms(self) -> float:
-        """The sum of the four idle times."""
-        return self.waiting_ms + self.sending_ms + self.data_ms + self.overhead_ms
+        """The sum of the idle times."""
+        waits_ms = self.waiting_ms + self.exchange_ms
+        return waits_ms + self.sending_ms + self.data_ms + self.overhead_ms + self.writing_ms
 
     @property
     def wall_ms(self) -> float:
@@ -78,6 +88,8 @@ class IdleSplit:
     communication: transfers, wake-ups and sends.
     data: reading micro-batches, here or on the ranks that it waits for.
     overhead: the executor between actions, here or on the ranks that it waits for.
+    exchange: summing gradients over replicas; 0 without replicas.
+    writing: checkpoints and records, here or on the ranks that it waits for.
     """
 
     bubble: float
@@ -85,11 +97,13 @@ class IdleSplit:
     communication: float
     data: float
     overhead: float
+    exchange: float = 0.0
+    writing: float = 0.0
 
     @property
     def total(self) -> float:
         """The idle share."""
-        return self.bubble + self.imbalance + self.communication + self.data + self.overhead
+        return math.fsum(astuple(self))
 
 
 def split_idle(
@@ -120,8 +134,9 @@ def split_idle(
     fed = _with_data(real, times, schedule)
     equal = waits(_equalised(real, schedule))
     whole = _with_overhead(fed, times, schedule)
-    waits_of_ranks = zip(equal, waits(real), waits(fed), waits(whole), strict=True)
-    parts = [_parts(time, *waited) for time, waited in zip(times, waits_of_ranks, strict=True)]
+    written = _with_writing(whole, times, schedule)
+    levels = zip(equal, *map(waits, (real, fed, whole, written)), strict=True)
+    parts = [_parts(time, waited) for time, waited in zip(times, levels, strict=True)]
     walls = [time.wall_ms for time in times]
     by_rank = tuple(_shares([part], wall) for part, wall in zip(parts, walls, strict=True))
     return _shares(parts, sum(walls)), by_rank
@@ -242,27 +257,39 @@ def _with_overhead(
     )
 
 
+def _with_writing(costs: ActionCosts, times: Sequence[RankTime], schedule: Schedule) -> ActionCosts:
+    """Adds the writing of each rank to the optimizer steps of its stages, in equal parts."""
+    more = []
+    for stage in range(schedule.stages):
+        ranks = schedule.ranks_of(stage)
+        own_ms = (times[rank].writing_ms / len(schedule.stages_of(rank)) for rank in ranks)
+        more.append(sum(own_ms) / len(ranks))
+    return replace(costs, step_ms=_added(costs.step_ms, more))
+
+
 def _added(values: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:
     return tuple(value + ms for value, ms in zip(values, more, strict=True))
 
 
-def _parts(
-    time: RankTime, equal_ms: float, real_ms: float, fed_ms: float, whole_ms: float
-) -> dict[str, float]:
-    """The parts of one rank's idle time in milliseconds."""
+def _parts(time: RankTime, levels_ms: Sequence[float]) -> dict[str, float]:
+    """The parts of one rank's idle time in milliseconds; `levels_ms` are its waits with more and
+    more of the real costs."""
     left_ms, explained_ms = time.waiting_ms, 0.0
     parts = []
-    for level_ms in (min(equal_ms, real_ms), real_ms, fed_ms, whole_ms):
+    equal_ms, real_ms, *_ = levels_ms
+    for level_ms in (min(equal_ms, real_ms), *levels_ms[1:]):
         parts.append(min(left_ms, max(0.0, level_ms - explained_ms)))
         left_ms -= parts[-1]
         explained_ms = max(explained_ms, level_ms)
-    bubble, imbalance, data, overhead = parts
+    bubble, imbalance, data, overhead, writing = parts
     return {
         "bubble": bubble,
         "imbalance": imbalance,
         "communication": left_ms + time.sending_ms,
         "data": data + time.data_ms,
         "overhead": overhead + time.overhead_ms,
+        "exchange": time.exchange_ms,
+        "writing": writing + time.writing_ms,
     }
 
 
@@ -276,7 +303,7 @@ def split_of_run(
 ) -> tuple[IdleSplit, tuple[IdleSplit, ...]]:
     """The parts of the idle share in a typical step, over all ranks and for each.
 
-    Replicas are split separately: waiting for other replicas counts as communication.
+    Replicas are split separately: waiting for the gradients of other replicas is exchange.
     """
     played, ranks = _enough_steps(plan, config, schedule), len(schedule.ranks)
     replicas = [times[first : first + ranks] for first in range(0, len(times), ranks)]

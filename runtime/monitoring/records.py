@@ -17,8 +17,8 @@ from typing import Any
 from ..schedule.simulate import Timeline
 from .idle import IdleSplit
 
-PARTS_OF_TIME = ("busy", "waiting", "sending", "data", "overhead")
-"""The parts of a rank's time: it computes, or it is idle for one of four reasons."""
+PARTS_OF_TIME = ("busy", "waiting", "sending", "data", "overhead", "exchange", "writing")
+"""The parts of a rank's time: it computes, or it is idle for one of six reasons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,15 @@ class StepRecord:
     mem_bytes: the largest peak memory of any rank.
     elapsed_s: the duration of the run.
     logged: True if a line is due.
-    epoch: the samples consumed so far, relative to those of the data set.
+    epoch, epoch_per_s: the samples consumed so far, and those consumed in a second, relative to
+        those of the data set; the second is None where the data have no length.
+    exchange_s, writing_s: the seconds of a step in which each rank summed gradients over its
+        replicas, and in which it wrote checkpoints and records.
+    sent_bytes: the bytes that all ranks sent in this step, by purpose, without purposes that have
+        none.
+    summed_elements: the elements of the gradients of this step that were summed over replicas; 0
+        without replicas.
+    syncs_per_s: the steps with such sums in a second.
     loss_scale, skipped: under float16, the loss scale of the next step, and the number of steps
         that were skipped so far because a gradient overflowed.
     delay_mean, delay_max: in an asynchronous run, the mean and maximum number of steps between the
@@ -107,6 +115,12 @@ class StepRecord:
     elapsed_s: float
     logged: bool
     epoch: float = 0.0
+    epoch_per_s: float | None = None
+    exchange_s: tuple[float, ...] = ()
+    writing_s: tuple[float, ...] = ()
+    sent_bytes: Mapping[str, int] = field(default_factory=dict)
+    summed_elements: int = 0
+    syncs_per_s: float = 0.0
     loss_scale: float | None = None
     skipped: int = 0
     delay_mean: float | None = None
@@ -131,6 +145,15 @@ class StepRecord:
         record = asdict(self) | {"idle_share": round(self.idle_share, 4)}
         for part, shares in record.pop("time").items():
             record[f"{part}_shares"] = [round(share, 4) for share in shares]
+        for name in ("exchange_s", "writing_s"):
+            record[name] = [round(seconds, 6) for seconds in record[name]]
+        if not self.summed_elements:
+            del record["summed_elements"], record["syncs_per_s"]
+            record = {name: record[name] for name in record if not name.startswith("exchange")}
+        if not self.sent_bytes:
+            del record["sent_bytes"]
+        if self.epoch_per_s is None:
+            del record["epoch_per_s"]
         record["action_ms"] = {
             kind: [round(ms, 4) for ms in stages] for kind, stages in self.action_ms.items()
         }
@@ -186,6 +209,24 @@ class StalenessSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """The passes over the data set after the warm-up, with the time that they took.
+
+    epochs, seconds: the passes, and the wall-clock time from the end of the warm-up to that of the
+        last step, evaluations and checkpoints included.
+    warm_up: the step that is left out, in which processes start up.
+    """
+
+    epochs: float
+    seconds: float
+    warm_up: int
+
+    @property
+    def epoch_per_s(self) -> float:
+        return self.epochs / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The results of a run.
 
@@ -203,6 +244,8 @@ class Summary:
     trace: the file of the measured timeline, if requested.
     staleness: the delays of an asynchronous run.
     epoch: the number of passes over the data set.
+    sent_bytes: the bytes that all ranks sent in a step, by purpose; the median over steps.
+    pace: the epochs in a second after the warm-up; None where the data have no length.
     metrics: the user's metrics of the last evaluation, by name.
     """
 
@@ -226,13 +269,19 @@ class Summary:
     epoch: float = 0.0
     rate: float = 0.0
     unit: str = ""
+    sent_bytes: Mapping[str, int] = field(default_factory=dict)
+    pace: Pace | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Its line of metrics.jsonl."""
         record = asdict(self)
-        if not self.metrics:
-            del record["metrics"]
+        if not self.idle_parts.exchange:
+            for split in (record["idle_parts"], *record["idle_parts_by_rank"]):
+                del split["exchange"]
+        for name in ("metrics", "sent_bytes", "pace"):
+            if not record[name]:
+                del record[name]
         return _line("end", record)
 
 

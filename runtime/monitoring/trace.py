@@ -33,15 +33,17 @@ from .gather import clock_offset_s
 TRACKS: dict[str, tuple[Kind, ...]] = {
     "compute": ("F", "B", "W"),
     "optimizer": ("S", "norm"),
-    "waits": ("receive", "taken", "meet"),
+    "waits": ("receive", "taken", "meet", "exchange"),
     "data": ("data",),
     "sends": ("send",),
-    "other": ("other",),
+    "other": ("writing", "other"),
 }
 """Name of a track -> the kinds of activity on it; its position is its number."""
 
 _TRACK_OF = {kind: place for place, kinds in enumerate(TRACKS.values()) for kind in kinds}
 _Key = tuple[int, StageMessage, int]
+_WITHIN = ("meet", "exchange", "writing", "other")
+"""Kinds of activity that may lie within an optimizer step without being a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def measured_timeline(ranks: Sequence[RankTrace], steps: Iterable[int]) -> Timel
     events = []
     for rank in ranks:
         spans = [span for span in rank.spans if span.step in wanted]
-        waits = [span for span in spans if span.activity.kind in ("meet", "other")]
+        waits = [span for span in spans if span.activity.kind in _WITHIN]
         for span in spans:
             if span.activity.kind in COMPUTING and isinstance(span.activity.subject, Action):
                 for start_s, end_s in _without(span, waits):

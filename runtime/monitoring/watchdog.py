@@ -83,6 +83,9 @@ class RankState:
     idle_s: float
 
 
+_WAITS = ("receive", "send", "taken", "meet", "exchange")
+
+
 @dataclass(frozen=True, slots=True)
 class Sighting:
     """A rank's state as another rank sees it.
@@ -103,13 +106,17 @@ class Sighting:
 
     @property
     def is_waiting(self) -> bool:
-        return not self.trouble and self.state.kind in ("receive", "send", "taken", "meet")
+        return not self.trouble and self.state.kind in _WAITS
 
     @property
     def is_elsewhere(self) -> bool:
         """True while the rank does something before, between or after its actions that has no time
         limit; ranks that wait for it have one."""
-        return not self.trouble and self.state.kind == "other" and self.state.text != str(NOTHING)
+        return (
+            not self.trouble
+            and self.state.kind in ("other", "writing")
+            and self.state.text != str(NOTHING)
+        )
 
 
 def describe_stall(sightings: Mapping[int, Sighting], seconds: float, step: int) -> str:

@@ -29,12 +29,14 @@ from .charts import Chart, Series, chart
 from .measures import (
     UNITS,
     after_first_step,
+    epoch_per_s,
     idle_shares,
     last,
     options_of,
     rank_memory,
     rate_field,
     rate_of,
+    sent_bytes,
     status_of,
     step_times,
     summary_of,
@@ -143,6 +145,8 @@ def _rows(runs: Sequence[RunRecords], step: float, seconds: float) -> list[tuple
         ("step time, predicted", [known(step_times(run).predicted, write_ms) for run in runs]),
         ("idle", [known(idle_shares(run).measured, write_share) for run in runs]),
         ("idle, predicted", [known(idle_shares(run).predicted, write_share) for run in runs]),
+        ("sent per step", [known(_sent(run), write_bytes) for run in runs]),
+        ("epochs in a second", [known(epoch_per_s(run), "{:.4g}".format) for run in runs]),
         ("largest peak memory", [known(_fullest(run), write_bytes) for run in runs]),
         ("training time", [known(last(run, "elapsed_s"), write_duration) for run in runs]),
     ]
@@ -154,6 +158,10 @@ def _rate_units(runs: Sequence[RunRecords]) -> str:
 
 def _fullest(run: RunRecords) -> float:
     return max((rank.process_bytes for rank in rank_memory(run)), default=last(run, "mem_bytes"))
+
+
+def _sent(run: RunRecords) -> float:
+    return sum(sent_bytes(run).values()) or math.nan
 
 
 def _at(records: Sequence[Record], by: str, limit: float, name: str = "loss") -> float:

@@ -12,12 +12,18 @@ from ..monitoring.run_files import RunRecords, number, numbers, part, points
 from ..monitoring.tail import Record
 
 IDLE_PARTS = ("bubble", "imbalance", "communication", "data", "overhead")
+"""The causes of idle time that every run records."""
+MORE_PARTS = ("exchange", "writing")
+"""The causes that not every run has."""
 TIME_PARTS = ("waiting", "sending", "data", "overhead")
 _FIXED = frozenset(
     {
         *("event", "step", "loss", "lr", "grad_norm", "step_ms", "elapsed_s", "mem_bytes"),
         *(
             "epoch",
+            "epoch_per_s",
+            "summed_elements",
+            "syncs_per_s",
             "idle",
             "idle_share",
             "mem_bytes_by_rank",
@@ -86,7 +92,7 @@ class RankIdle:
 def rate_field(run: RunRecords) -> str:
     """The field of a step with the throughput: `tok_per_s` or `samples_per_s`; "" if there
     is none."""
-    names = (name for record in run.steps[:1] for name in record if name.endswith("_per_s"))
+    names = (name for record in run.steps[:1] for name in record if name in UNITS)
     return next(names, "")
 
 
@@ -94,6 +100,13 @@ def rate_of(run: RunRecords) -> float:
     """The throughput in the record of the end, or else that of a typical step without the first."""
     rate = number(run.end, "rate")
     return rate if rate > 0 else usual(run, rate_field(run))
+
+
+def epoch_per_s(run: RunRecords) -> float:
+    """The epochs in a second after the warm-up, or else those of a typical step."""
+    pace = part(run.end, "pace")
+    seconds = number(pace, "seconds")
+    return number(pace, "epochs") / seconds if seconds > 0 else usual(run, "epoch_per_s")
 
 
 def usual(run: RunRecords, name: str) -> float:
@@ -204,18 +217,35 @@ def rank_idle(run: RunRecords) -> list[RankIdle]:
     recorded = run.end.get("idle_parts_by_rank")
     rows = recorded if isinstance(recorded, list) else []
     causes = [
-        RankIdle(rank, {name: number(row, name) for name in IDLE_PARTS})
+        RankIdle(rank, _known_numbers(row, (*IDLE_PARTS, *MORE_PARTS)))
         for rank, row in enumerate(rows)
         if isinstance(row, dict) and all(not math.isnan(number(row, name)) for name in IDLE_PARTS)
     ]
     if causes:
         return causes
-    shares = {name: _usual_of_lists(run, f"{name}_shares") for name in TIME_PARTS}
+    shares = {
+        name: values
+        for name in (*TIME_PARTS, *MORE_PARTS)
+        if (values := _usual_of_lists(run, f"{name}_shares")) or name in TIME_PARTS
+    }
     ranks = min(len(values) for values in shares.values())
     return [
         RankIdle(rank, {name: values[rank] for name, values in shares.items()})
         for rank in range(ranks)
     ]
+
+
+def sent_bytes(run: RunRecords) -> dict[str, float]:
+    """The bytes that a step sends, by purpose: in the record of the end, or else of the last
+    step."""
+    recorded = part(run.end, "sent_bytes") or part(run.steps[-1] if run.steps else {}, "sent_bytes")
+    return _known_numbers(recorded, tuple(map(str, recorded)))
+
+
+def _known_numbers(record: Record, names: Sequence[str]) -> dict[str, float]:
+    """Those of the fields that are numbers."""
+    pairs = ((name, number(record, name)) for name in names)
+    return {name: value for name, value in pairs if not math.isnan(value)}
 
 
 def _usual_of_stages(run: RunRecords, kind: str) -> list[float]:
@@ -314,6 +344,8 @@ def summary_of(run: RunRecords) -> dict[str, object]:
         "seconds": last(run, "elapsed_s"),
         rate_field(run) or "rate": rate_of(run),
         "epoch": last(run, "epoch"),
+        "epoch_per_s": epoch_per_s(run),
+        "sent_bytes": sum(sent_bytes(run).values()) or math.nan,
         "step_ms": step.measured,
         "predicted_step_ms": step.predicted,
         "idle_share": idle.measured,

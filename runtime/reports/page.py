@@ -35,6 +35,7 @@ from .measures import (
     UNITS,
     Compared,
     RankIdle,
+    epoch_per_s,
     idle_shares,
     last,
     last_evaluation,
@@ -43,12 +44,14 @@ from .measures import (
     rank_memory,
     rate_field,
     rate_of,
+    sent_bytes,
     stage_times,
     status_of,
     step_times,
     title_of,
     title_of_field,
     to_json,
+    usual,
 )
 from .rendering import in_script, render, write_page
 from .run_charts import loss_charts, more_charts, other_charts, speed_charts
@@ -62,6 +65,8 @@ _LOOKS = {
     "overhead": "versions",
     "waiting": "transfers",
     "sending": "activations",
+    "exchange": "transport",
+    "writing": "optimizer",
 }
 """The reason of idle time -> the style of that part of a bar."""
 
@@ -73,6 +78,8 @@ _LETTERS = {
     "overhead": "H",
     "waiting": "W",
     "sending": "S",
+    "exchange": "M",
+    "writing": "L",
 }
 """Letters that no drawing of times or memory uses."""
 
@@ -84,6 +91,8 @@ _REASONS = {
     "overhead": "overhead of the runtime",
     "waiting": "waiting for other ranks",
     "sending": "sending",
+    "exchange": "summing gradients over replicas",
+    "writing": "writing checkpoints and records",
 }
 
 
@@ -183,8 +192,25 @@ def _step_table(run: RunRecords) -> Table:
         [
             ("step time", *_beside(step_times(run), write_ms)),
             ("idle", *_beside(idle_shares(run), write_share)),
+            *_account_rows(run),
         ],
     )
+
+
+def _account_rows(run: RunRecords) -> Iterator[tuple[str, ...]]:
+    """What a step sent, summed and wrote."""
+    for name, size in sent_bytes(run).items():
+        yield f"sent: {name}", "", write_bytes(size), ""
+    if math.isfinite(summed := last(run, "summed_elements")):
+        yield "elements summed over replicas", "", f"{summed:,.0f}", ""
+        yield (
+            "sums over replicas in a second",
+            "",
+            known(usual(run, "syncs_per_s"), "{:.4g}".format),
+            "",
+        )
+    if math.isfinite(pace := epoch_per_s(run)):
+        yield "epochs in a second", "", f"{pace:.4g}", ""
 
 
 def _stage_table(run: RunRecords) -> Table:

@@ -81,7 +81,7 @@ class Checkpoints:
         self._saved = step
         self._saver.finish()
         rank, world = self._rank, self._rank.world
-        with self._activities.during(Activity("other", "copies its state for a checkpoint")):
+        with self._activities.during(Activity("writing", "copies its state for a checkpoint")):
             part = CheckpointPart(weights_of(rank, self._unused), state_of(rank))
         facts = Facts(
             plan=rank.plan.name,
@@ -317,7 +317,7 @@ def save_weights(
     `unused` are as for `write_weights`."""
     targets = [folder / "weights", *([Path(config.export_hf)] if config.export_hf else [])]
     for target in targets:
-        with activities.during(Activity("other", "writes the weights")):
+        with activities.during(Activity("writing", "writes the weights")):
             write_weights(target, plan, modules if world.copy == 0 else {}, unused, world)
     if config.export_hf and world.rank == 0:
         copy_configuration(Path(config.export_hf), Path(config.folder))

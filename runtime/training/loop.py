@@ -103,7 +103,7 @@ class _Run:
         self._tracing = Tracing(config, self._activities, schedule, setup.start)
         self._callbacks: Callbacks | None = None
         if config.callbacks is not None and setup.reporter is not None:
-            self._callbacks = Callbacks(config, job.folder)
+            self._callbacks = Callbacks(config, job.folder, self._activities)
             reporter = CompositeReporter((setup.reporter, self._callbacks), {}, config.seed)
             self._setup = setup = replace(setup, reporter=reporter)
         self._reporter = setup.reporter
@@ -150,6 +150,7 @@ class _Run:
             self._gather,
             self._reporter,
             self._trainer.batch,
+            self._activities,
             length=self._trainer.agreement.length,
             seconds=checkpoint.facts.seconds if checkpoint else 0.0,
         )

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..config.batch_layout import StepBatch
 from ..config.settings import RunConfig
-from ..distributed.equality import TiedParameter, held_parameters
+from ..distributed.equality import held_parameters
 from ..distributed.process_groups import World
-from ..executor.instrumented import ActionObserver, Activities, Activity
+from ..executor.instrumented import ActionObserver, Activities, Activity, Kind, Spent
 from ..executor.weight_binding import Gap
 from ..monitoring.gather import RankFigures, figures_of
 from ..optimizers.loss_scale import LossScale
@@ -32,7 +32,6 @@ from ..schedule.schedule import Action
 from ..staleness.weight_versions import LedgerEntry
 from .clipping import (
     Finite,
-    NormShare,
     StageNorms,
     StepMessage,
     clip_factor,
@@ -43,8 +42,10 @@ from .clipping import (
     steps_until_known,
 )
 from .own_optimizer import OwnOptimizer, StageView
-from .replica_gradients import GradientSums
+from .replica_gradients import gradient_sums
 from .stage_optimizer import StageOptimizer, StageSteps
+
+_WRITING: tuple[Kind, int] = ("writing", -1)
 
 
 class OptimizerStepper(ActionObserver):
@@ -92,7 +93,7 @@ class OptimizerStepper(ActionObserver):
         self._stages = len(plan.stages)
         self._parameters = {j: list(module.parameters()) for j, module in modules.items()}
         self._share = {j: share_of(plan, j, module) for j, module in modules.items()}
-        self._sums = _gradient_sums(
+        self._sums = gradient_sums(
             self._share, held_parameters(plan, modules, world), world, gradient_group
         )
         self._norms: StageNorms | None = None
@@ -173,7 +174,7 @@ class OptimizerStepper(ActionObserver):
         flushed: bool = False,
         batch: StepBatch | None = None,
     ) -> None:
-        """Starts a segment; the time since the last step does not count.
+        """Starts a segment; of the time since the last step, only that of writing counts.
 
         step: the first step of the segment.
         delays: its expected delays.
@@ -186,11 +187,14 @@ class OptimizerStepper(ActionObserver):
         self._delays = delays or Delays((0,) * self._stages, 1)
         self._is_synchronous = flushed or not self._config.is_async
         self.activities.step, self.activities.first_micro_batch = step, first_micro_batch
-        self.activities.take()
+        self._between = self.activities.take()
+        self.activities.take_sent()
 
     lr_factor = 1.0
     _first = 0, 1
     """The first micro-batch and the first step of the segment."""
+    _between: Spent = {}
+    """The time between the last step and the segment."""
 
     def _set_batch(self, batch: StepBatch) -> None:
         world = self._world
@@ -228,7 +232,7 @@ class OptimizerStepper(ActionObserver):
 
     def on_gradients(self, stage: int, version: int) -> None:
         if self._sums is not None:
-            with self.activities.during(Activity("other", "sends gradients to its replicas")):
+            with self.activities.during(Activity("exchange", "sends gradients to its replicas")):
                 self._sums.begin(stage)
         elif self._is_synchronous:
             self._take_own(stage, version)
@@ -296,7 +300,7 @@ class OptimizerStepper(ActionObserver):
 
     def _step_together(self, stage: int, version: int) -> None:
         if self._sums is not None:
-            with self.activities.during(Activity("meet", "the gradients of all replicas")):
+            with self.activities.during(Activity("exchange", "waits for gradients of replicas")):
                 self._sums.finish(stage)
             self._take_own(stage, version)
         if shared := self._share[stage].shared:
@@ -369,7 +373,9 @@ class OptimizerStepper(ActionObserver):
         return bool(self._config.clip) or is_logged(version, self._config)
 
     def _finish_step(self, version: int) -> None:
-        spent = self.activities.take()
+        spent, sent = self.activities.take(), self.activities.take_sent()
+        spent[_WRITING] = spent.get(_WRITING, 0.0) + self._between.pop(_WRITING, 0.0)
+        summed, exchanged = self._sums.take_counts() if self._sums is not None else (0, {})
         losses = self._losses.pop(version, None)
         if losses:
             self._finite.check_loss(version, _mean(losses))
@@ -384,6 +390,7 @@ class OptimizerStepper(ActionObserver):
         with self.activities.during(Activity("other", "reports a step to rank 0")):
             figures = figures_of(
                 spent,
+                sent + Counter(exchanged),
                 self._stages,
                 step=version,
                 loss=self._finite.loss * self._part if losses else math.nan,
@@ -399,29 +406,13 @@ class OptimizerStepper(ActionObserver):
                 unexpected=sum(not self._delays.has(*astuple(entry)) for entry in met),
                 gap_squared=sum(float(gap.difference) for gap in gaps),
                 weights_squared=sum(float(gap.live) for gap in gaps),
+                summed=summed if self._world.copy == 0 else 0,
             )
             self._report(figures)
         del self._stepped[version]
         self._optimizer_s = 0.0
         self._complete.clear()
         self._is_skipped = False
-
-
-def _gradient_sums(
-    shares: Mapping[int, NormShare],
-    tied_parameters: Sequence[TiedParameter],
-    world: World,
-    gradient_group: dist.ProcessGroup | None,
-) -> GradientSums | None:
-    """The sums of gradients over replicas; None without any."""
-    if gradient_group is None and not tied_parameters:
-        return None
-    peers = {
-        *world.grid.copies_of(world.rank),
-        *(rank for tied in tied_parameters for rank in tied.ranks),
-    }
-    ranks = ", ".join(map(str, sorted(peers)))
-    return GradientSums(shares, gradient_group, f"ranks {ranks}", tied_parameters=tied_parameters)
 
 
 def _mean(losses: list[tuple[Tensor, int]]) -> float:

@@ -19,6 +19,7 @@ replica's buffers are the ones that are saved, so an evaluation uses them on all
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,6 +74,9 @@ class GradientSums:
     For each window of a stage, `expect` may be called before its last backward, then `begin` after
     it, and `finish` before the gradients are read.
 
+    summed: the elements of the gradients that were summed since the last `take_counts`.
+    sent: the bytes that were given to sums since then, by purpose.
+
     Arguments:
     shares: the parameters of each stage.
     group: the ranks with the same stages; None without others.
@@ -90,6 +94,7 @@ class GradientSums:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._group, self._peers = group, peers
+        self.summed, self.sent = 0, Counter[str]()
         self._windows = {
             stage: _Window(make_buckets(share.own, bucket_bytes) if group else [])
             for stage, share in shares.items()
@@ -106,6 +111,12 @@ class GradientSums:
             for bucket in window.buckets:
                 for parameter in bucket.parameters:
                     self._follow(parameter, bucket, window)
+
+    def take_counts(self) -> tuple[int, Counter[str]]:
+        """`summed` and `sent`, which begin again."""
+        counts = self.summed, self.sent
+        self.summed, self.sent = 0, Counter()
+        return counts
 
     def expect(self, stage: int) -> None:
         """Call before the stage's last backward: the gradients that it accumulates are final."""
@@ -154,6 +165,9 @@ class GradientSums:
         ]
         bucket.flat = torch.cat([*parts, torch.tensor(given, device=device, dtype=dtype)])
         bucket.has_all = all(given)
+        self.summed += bucket.flat.numel() - len(given)
+        # Where single stages have replicas, the holders of a tied parameter sum it together.
+        self.sent["replicas" if bucket.group is None else "tied"] += bucket.flat.nbytes
         for parameter in parameters:
             parameter.grad = None  # now in the bucket
         with self._naming_peers():
@@ -183,6 +197,23 @@ class GradientSums:
                 f"the gradients cannot be summed over {self._peers}: {str(error).splitlines()[0]}",
                 "See the output of the other ranks for the cause; --timeout-s allows more time.",
             ) from error
+
+
+def gradient_sums(
+    shares: Mapping[int, NormShare],
+    tied_parameters: Sequence[TiedParameter],
+    world: World,
+    gradient_group: dist.ProcessGroup | None,
+) -> GradientSums | None:
+    """The sums of gradients over replicas; None without any."""
+    if gradient_group is None and not tied_parameters:
+        return None
+    peers = {
+        *world.grid.copies_of(world.rank),
+        *(rank for tied in tied_parameters for rank in tied.ranks),
+    }
+    ranks = ", ".join(map(str, sorted(peers)))
+    return GradientSums(shares, gradient_group, f"ranks {ranks}", tied_parameters=tied_parameters)
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:

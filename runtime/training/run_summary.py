@@ -444,5 +444,7 @@ def report_end(
             epoch=last.epoch,
             rate=watch.rate,
             unit=last.unit,
+            sent_bytes=watch.sent_bytes,
+            pace=watch.pace,
         )
     )

@@ -17,8 +17,8 @@ from ..config.mixed_precision import precision_of
 from ..config.segments import RunSegment, schedule_of
 from ..executor.compiled import compile_stage
 from ..executor.executor import Executor
-from ..executor.instrumented import ObservedTransport
 from ..executor.loading import load_stage
+from ..executor.observed_transport import ObservedTransport
 from ..executor.run import Feed, RunOptions
 from ..monitoring.gather import RankFigures
 from ..schedule.schedule import Schedule

@@ -11,11 +11,12 @@ from time import perf_counter
 from ..config.batch_layout import StepBatch, consumed
 from ..config.settings import RunConfig
 from ..control.learning_rate import learning_rate_of
+from ..data.streams import UNKNOWN_LENGTH
 from ..data.task import Task
-from ..executor.instrumented import COMPUTING, Kind
+from ..executor.instrumented import COMPUTING, PURPOSES, Activities, Activity, Kind
 from ..monitoring.gather import Gather, RankFigures
 from ..monitoring.idle import RankTime
-from ..monitoring.records import PARTS_OF_TIME, Reporter, StalenessSummary, StepRecord
+from ..monitoring.records import PARTS_OF_TIME, Pace, Reporter, StalenessSummary, StepRecord
 from .optimizer_step import is_logged
 
 _STEADY = 1000
@@ -30,6 +31,7 @@ class Watch:
 
     Arguments:
     batch: the samples of each step.
+    activities: the record of the activities of rank 0.
     length: the samples of an epoch.
     seconds: the duration of the run before it was resumed.
     """
@@ -41,6 +43,7 @@ class Watch:
         gather: Gather,
         reporter: Reporter,
         batch: StepBatch,
+        activities: Activities,
         *,
         length: int,
         seconds: float = 0.0,
@@ -50,9 +53,10 @@ class Watch:
         self._gather = gather
         self._reporter = reporter
         self._batch, self._length, self._before_s = batch, length, seconds
-        size = batch.samples
+        self._activities = activities
         self._unit = "tok" if task.kind == "text" else "samples"
-        self._per_step = size * (config.seq or 1) if task.kind == "text" else size
+        self._per_sample = (config.seq or 1) if task.kind == "text" else 1
+        self._warm: tuple[int, float, float] | None = None
         self._started_s = perf_counter()
         self._interval: list[list[RankFigures]] = []
         self.staleness = StalenessSummary() if config.is_async else None
@@ -95,7 +99,24 @@ class Watch:
     @property
     def rate(self) -> float:
         """Samples or tokens per second in a typical step."""
-        return 1000 * self._per_step / self.step_ms if self.step_ms else 0.0
+        return 1000 * self._per_sample * self._batch.samples / self.step_ms if self.step_ms else 0.0
+
+    @property
+    def pace(self) -> Pace | None:
+        """The epochs after the first step of the process; None before others, and where the data
+        have no length."""
+        if self._warm is None or self.step == self._warm[0] or self._length == UNKNOWN_LENGTH:
+            return None
+        warm_up, epoch, elapsed_s = self._warm
+        last = self.records[-1]
+        return Pace(last.epoch - epoch, last.elapsed_s - elapsed_s, warm_up)
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """The bytes that all ranks send in a step, by purpose: the median over steps."""
+        of_steps = [sent_of(figures) for figures in self._steady]
+        names = dict.fromkeys(name for sent in of_steps for name in sent)
+        return {name: int(median(sent.get(name, 0) for sent in of_steps)) for name in names}
 
     @property
     def step_ms(self) -> float:
@@ -121,7 +142,10 @@ class Watch:
         if record.logged or is_first:
             self._interval.clear()
         self.records = [*self.records[:1], record]
-        self._reporter.on_step(record)
+        if is_first:
+            self._warm = step, record.epoch, record.elapsed_s
+        with self._activities.during(Activity("writing", "reports a step")):
+            self._reporter.on_step(record)
 
     def _record(self, step: int, figures: list[RankFigures]) -> StepRecord:
         config = self._config
@@ -130,13 +154,15 @@ class Watch:
         squares = [rank.squared_norm for rank in figures]
         walls = [max(rank.wall_s for rank in ranks) for ranks in self._interval]
         wall_s = max(sum(walls), 1e-9)
+        samples = [consumed(config, self._batch, at) for at in (step - len(walls), step)]
+        summed = int(sum(rank.summed for rank in figures))
         return StepRecord(
             step=step,
             steps=config.steps,
             loss=sum(losses) if losses else math.nan,
             lr=config.lr * self.lr_factor * self._factor(step - 1),
             grad_norm=None if any(map(math.isnan, squares)) else math.sqrt(sum(squares)),
-            rate=self._per_step * len(walls) / wall_s,
+            rate=self._per_sample * (samples[1] - samples[0]) / wall_s,
             unit=self._unit,
             idle=tuple(self._share_of(rank, "idle_s") for rank in range(len(figures))),
             time={
@@ -147,7 +173,15 @@ class Watch:
             step_ms=wall_s * 1000 / len(walls),
             elapsed_s=self.elapsed_s,
             logged=is_logged(step, config),
-            epoch=consumed(config, self._batch, step) / self._length,
+            epoch=samples[1] / self._length,
+            epoch_per_s=None
+            if self._length == UNKNOWN_LENGTH
+            else (samples[1] - samples[0]) / self._length / wall_s,
+            exchange_s=tuple(self._a_step(rank, "exchange_s") for rank in range(len(figures))),
+            writing_s=tuple(self._a_step(rank, "writing_s") for rank in range(len(figures))),
+            sent_bytes=sent_of(figures),
+            summed_elements=summed,
+            syncs_per_s=len(walls) / wall_s if summed else 0.0,
             loss_scale=figures[0].loss_scale if config.is_scaled else None,
             skipped=int(figures[0].skipped),
             delay_mean=round(late.delay_mean, 4) if late else None,
@@ -184,11 +218,22 @@ class Watch:
         }
         return {kind: times for kind, times in times_of_kind.items() if any(times)}
 
+    def _a_step(self, rank: int, part: str) -> float:
+        """The seconds of a part in a step of the rank, since the last logged one."""
+        return sum(getattr(step[rank], part) for step in self._interval) / len(self._interval)
+
     def _share_of(self, rank: int, part: str) -> float:
         """The share of a part in the rank's time, since the last logged step."""
         part_s = sum(getattr(figures[rank], part) for figures in self._interval)
         wall_s = sum(figures[rank].wall_s for figures in self._interval)
         return part_s / wall_s if wall_s else 0.0
+
+
+def sent_of(figures: Sequence[RankFigures]) -> dict[str, int]:
+    """The bytes that the ranks sent in a step, by purpose, without purposes that have none."""
+    by_purpose = zip(*(rank.sent for rank in figures), strict=True)
+    totals = zip(PURPOSES, map(sum, by_purpose), strict=True)
+    return {name: int(total) for name, total in totals if total}
 
 
 def _with_delays(before: StalenessSummary, figures: Sequence[RankFigures]) -> StalenessSummary:
@@ -226,4 +271,6 @@ def _mean_time(figures: Sequence[RankFigures]) -> RankTime:
         sending_ms=mean_ms(step.sending_s for step in figures),
         data_ms=mean_ms(step.data_s for step in figures),
         overhead_ms=mean_ms(step.overhead_s for step in figures),
+        exchange_ms=mean_ms(step.exchange_s for step in figures),
+        writing_ms=mean_ms(step.writing_s for step in figures),
     )

@@ -34,6 +34,9 @@ DIRECTIONS: dict[ChannelKind, str] = {
 }
 """Kind of channel -> the traffic it belongs to; each kind of traffic has its own process group."""
 
+GENERATOR_STATE = "generator state"
+"""Name of the channel that carries a micro-batch's generator state."""
+
 
 @dataclass(frozen=True, slots=True)
 class Channel:

@@ -83,7 +83,7 @@ def measured(draw: st.DrawFn) -> tuple[Schedule, list[RankTime]]:
     for row in schedule.compute.ranks:
         keys = sorted({(action.kind, action.stage) for action in row})
         stage_ms = {key: draw(st.floats(0.01, 100)) for key in keys}
-        times.append(RankTime(stage_ms, *(draw(MS) for _ in range(4))))
+        times.append(RankTime(stage_ms, *(draw(MS) for _ in range(6))))
     return schedule, times
 
 
@@ -177,3 +177,22 @@ def test_what_others_wait_for_a_slow_executor_is_overhead() -> None:
     whole, by_rank = split_idle(times, schedule)
     assert whole.communication == pytest.approx(0, abs=1e-9)
     assert by_rank[1].overhead > 0.1
+
+
+def test_what_others_wait_for_a_slow_log_is_writing() -> None:
+    schedule = schedule_of("1f1b", 2, 8)
+    times = played(schedule, ActionCosts((1.0, 1.0), (2.0, 2.0), (3.0, 0.0)))  # all 3 ms to write
+    stage_ms = {key: ms for key, ms in times[0].stage_ms.items() if key[0] != "S"}
+    times[0] = replace(times[0], stage_ms=stage_ms, writing_ms=3.0)
+    whole, by_rank = split_idle(times, schedule)
+    assert whole.communication == pytest.approx(0, abs=1e-9)
+    assert by_rank[0].writing == pytest.approx(3.0 / times[0].wall_ms)
+    assert by_rank[1].writing == pytest.approx(3.0 / times[1].wall_ms)
+
+
+def test_what_replicas_wait_for_each_other_is_exchange() -> None:
+    schedule = schedule_of("1f1b", 2, 8)
+    times = played(schedule, ActionCosts.equal(2), exchange_ms=2.0)
+    whole, _ = split_idle(times, schedule)
+    assert whole.exchange == pytest.approx(2.0 / times[0].wall_ms)
+    assert whole.communication == pytest.approx(0, abs=1e-9)

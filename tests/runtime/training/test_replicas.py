@@ -12,7 +12,8 @@ import torch
 
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.errors import TransportError
-from asyncpipe.runtime.executor.instrumented import Activities, ObservedTransport
+from asyncpipe.runtime.executor.instrumented import Activities
+from asyncpipe.runtime.executor.observed_transport import ObservedTransport
 from asyncpipe.runtime.launch import launch
 from asyncpipe.runtime.tensor_files import read_tensors
 from asyncpipe.runtime.transports import LocalHub, run_together
