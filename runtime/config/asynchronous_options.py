@@ -13,7 +13,6 @@ from ..limits import flag_of
 from ..options import options_of
 from ..plan.plan import Plan
 from ..schedule.asynchronous import DEFAULT_CAP, Delays, depths, weight_copies
-from ..schedule.builders import AUTO
 from ..schedule.schedule import Schedule
 from ..staleness import Conditions, parse
 from ..staleness import check as check_staleness
@@ -147,21 +146,18 @@ def resolve_steps(settings: Settings, batch: StepBatch) -> int:
     """The number of steps: as given, or as many as `samples` make of this batch. The steps of
     epochs are known when the data are open (`with_epochs`), and until then the most that there are.
 
-    Raises SettingsError if they make no step, or if a short last step is impossible.
+    Raises SettingsError if they make no step.
     """
     if settings.epochs is not None:
         _check_epochs(settings)
         return STEPS.most
     if settings.samples is None:
-        if settings.remainder != "drop":
+        if settings.remainder == "proportional":
             raise SettingsError(
                 f"--remainder {settings.remainder}, but --steps leaves none.", "--samples 10000"
             )
         return settings.steps
-    steps = settings.samples // batch.samples
-    if left := left_over(settings, batch.sizes[0], batch.in_replica):
-        _check_short_step(settings, batch, left)
-        steps += 1
+    steps = settings.samples // batch.samples + (left_over(settings, batch.samples) > 0)
     if settings.steps not in (Settings.steps, steps):
         raise SettingsError(
             f"--samples {settings.samples} are {steps} steps, but --steps is {settings.steps}.",
@@ -178,7 +174,12 @@ def resolve_steps(settings: Settings, batch: StepBatch) -> int:
 def with_epochs(settings: Settings, length: int) -> Settings:
     """The options with the samples of `epochs` passes over data of `length` samples."""
     assert settings.epochs is not None
-    return replace(settings, samples=max(1, round(settings.epochs * length)), epochs=None)
+    return replace(
+        settings,
+        samples=max(1, round(settings.epochs * length)),
+        epochs=None,
+        remainder=settings.remainder or "proportional",
+    )
 
 
 def _check_epochs(settings: Settings) -> None:
@@ -188,22 +189,6 @@ def _check_epochs(settings: Settings) -> None:
             raise SettingsError(
                 f"--epochs {settings.epochs:g}, but --{name} is {value}.",
                 "Leave one of them out.",
-            )
-
-
-def _check_short_step(settings: Settings, batch: StepBatch, left: int) -> None:
-    is_made = settings.schedule == AUTO or settings.schedule_file
-    is_shared = settings.global_batch_size or batch.replicas > 1
-    per_step = settings.batch_norm == "mini-batch"
-    for is_so, words in (
-        (is_made, "a schedule that is computed or read from a file has none"),
-        (is_shared, "replicas and uneven micro-batches have none"),
-        (per_step, "--batch-norm mini-batch would take its statistics for those of a whole step"),
-    ):
-        if is_so:
-            raise SettingsError(
-                f"--remainder proportional makes a last step of {left} micro-batches, but {words}.",
-                "--remainder drop",
             )
 
 

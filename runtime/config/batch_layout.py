@@ -14,6 +14,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from ..errors import PlanError
 from ..plan.plan import Plan
@@ -28,9 +29,17 @@ class StepBatch:
     """The samples of each micro-batch of a step, in all replicas. A run that is resumed after
     `first_step` steps begins at `first_sample`, whatever the batch was before.
 
+    Of a last step with fewer samples, the first micro-batches are as in others, the next one has
+    the rest, and those after it have none and do not run.
+
+    short, last: the micro-batches of such a step, and its number, counted from 0.
+
     >>> batch = StepBatch((8, 8, 8, 6), replicas=2)
     >>> batch.samples, batch.is_even, batch.place(5)
     (30, False, (38, 8))
+    >>> ending = batch.ending_with(19, last=2)
+    >>> ending.sizes_of(1, step=2), ending.position(3), ending.place(10)
+    ((3, 0), 79, (76, 3))
     >>> batch.sizes_of(replica=1), batch.first_of(step=2, replica=1)
     ((8, 6), 10)
     """
@@ -39,6 +48,8 @@ class StepBatch:
     replicas: int = 1
     first_step: int = 0
     first_sample: int = 0
+    short: tuple[int, ...] = ()
+    last: int = -1
 
     @classmethod
     def of(cls, config: RunConfig, *, first_step: int = 0, first_sample: int = 0) -> StepBatch:
@@ -48,7 +59,8 @@ class StepBatch:
             config.global_batch_size,
             replicas=config.pipelines,
         )
-        return replace(batch, first_step=first_step, first_sample=first_sample)
+        batch = replace(batch, first_step=first_step, first_sample=first_sample)
+        return batch.ending_with(config.left_over, config.steps - 1)
 
     @classmethod
     def divided(
@@ -65,6 +77,14 @@ class StepBatch:
         equal = (micro_batch_size,) * (count - 1)
         return cls((*equal, total - sum(equal)), replicas)
 
+    def ending_with(self, samples: int, last: int) -> StepBatch:
+        """The same with fewer samples in the step `last`; with 0 it is as all others."""
+        if not samples:
+            return self
+        ends = zip(self.sizes, accumulate(self.sizes), strict=True)
+        short = (min(size, max(0, samples + size - end)) for size, end in ends)
+        return replace(self, short=tuple(short), last=last)
+
     @property
     def samples(self) -> int:
         return sum(self.sizes)
@@ -78,9 +98,14 @@ class StepBatch:
         """The micro-batches of a step in each replica."""
         return len(self.sizes) // self.replicas
 
-    def sizes_of(self, replica: int) -> tuple[int, ...]:
+    def sizes_at(self, step: int) -> tuple[int, ...]:
+        """The samples of each micro-batch of a step, counted from 0."""
+        return self.short if step == self.last else self.sizes
+
+    def sizes_of(self, replica: int, step: int = 0) -> tuple[int, ...]:
+        """The part of a replica."""
         first = replica * self.in_replica
-        return self.sizes[first : first + self.in_replica]
+        return self.sizes_at(step)[first : first + self.in_replica]
 
     def first_of(self, step: int, replica: int) -> int:
         """The number of a replica's first micro-batch of a step, both counted from 0."""
@@ -90,11 +115,13 @@ class StepBatch:
         """The position of the first sample of a micro-batch, counted over all steps, and how many
         it has."""
         step, index = divmod(micro_batch, len(self.sizes))
-        return self.position(step) + sum(self.sizes[:index]), self.sizes[index]
+        sizes = self.sizes_at(step)
+        return self.position(step) + sum(sizes[:index]), sizes[index]
 
     def position(self, step: int) -> int:
         """The samples that were consumed when so many steps were made."""
-        return self.first_sample + (step - self.first_step) * self.samples
+        fewer = self.samples - sum(self.short) if 0 <= self.last < step else 0
+        return self.first_sample + (step - self.first_step) * self.samples - fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +179,6 @@ def uses_symbol(plan: Plan, symbol: str) -> bool:
     return any(
         isinstance(size, str) and symbol in size for spec in plan.inputs for size in spec.shape
     )
-
-
-def consumed(config: RunConfig, batch: StepBatch, step: int) -> int:
-    """The samples of the first steps of a run, whose last may be a short one."""
-    if config.left_over and step == config.steps:
-        return batch.position(step - 1) + config.left_over * config.micro_batch_size
-    return batch.position(step)
 
 
 def in_words(replicas: int) -> str:

@@ -180,15 +180,15 @@ class LearningOptions:
     epochs: float | None = _data(
         None,
         Number(1e-6, 1e6, 3),
-        "Passes over the training data, in place of --steps or --samples: that many times its "
-        "samples, rounded down to whole steps unless --remainder says otherwise.",
+        "Passes over the training data, in place of --steps or --samples: exactly that many times "
+        "its samples, in a last step with fewer samples where whole steps leave some over.",
     )
-    remainder: str = _data(
-        "drop",
+    remainder: str | None = _data(
+        None,
         Choice(("drop", "proportional")),
         "What to do with samples of --samples or --epochs that are left over after the last whole "
         "step: drop them, or train a smaller last step whose gradient counts in proportion "
-        "(proportional).",
+        "(proportional). [default: proportional with --epochs, otherwise drop]",
     )
     optimizer: str | None = _learns(
         None,

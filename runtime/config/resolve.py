@@ -28,7 +28,7 @@ from .asynchronous_options import (
 from .batch_layout import StepBatch, in_words, uses_symbol, with_replicas
 from .execution_options import ExecutionOptions
 from .mixed_precision import check_precision, with_recompute
-from .settings import RunConfig, Settings, SettingsError
+from .settings import RunConfig, Settings, SettingsError, left_over
 
 _TEACHING: Mapping[str, Any] = {
     "optimizer": "sgd",
@@ -83,6 +83,7 @@ def resolve(
     sizes = _batch(settings, plan)
     batch = StepBatch.divided(**sizes, replicas=settings.replicas or 1)
     settings = replace(settings, **sizes)
+    settings = _of_whole_micro_batches(settings, plan, batch)
     settings = replace(settings, steps=resolve_steps(settings, batch))
     step = _optimization(settings, plan, task)
     data = settings.data or default_data(task, plan)
@@ -149,7 +150,8 @@ def batch_identity(config: RunConfig, task: Task) -> str:
         )
     elif not batch.is_even:
         product += f" - {size - batch.sizes[-1]} in the last micro-batch of the last"
-    return f"{batch.samples} {task.unit} per step = {product}"
+    last = f"; {config.left_over} in the last step" if config.left_over else ""
+    return f"{batch.samples} {task.unit} per step = {product}{last}"
 
 
 def gpu_of_rank(
@@ -249,6 +251,15 @@ def _batch(settings: Settings, plan: Plan) -> dict[str, Any]:
     if uneven and not uses_symbol(plan, "batch"):
         raise _indivisible(uneven, count, size, replicas)
     return {"micro_batches": count, "micro_batch_size": size, "global_batch_size": uneven}
+
+
+def _of_whole_micro_batches(settings: Settings, plan: Plan, batch: StepBatch) -> Settings:
+    """The settings without the samples that are left over for a micro-batch of another size, where
+    the plan has none."""
+    left = left_over(settings, batch.samples) % batch.sizes[0]
+    if settings.samples is None or uses_symbol(plan, "batch") or not 0 < left < settings.samples:
+        return settings
+    return replace(settings, samples=settings.samples - left)
 
 
 def _check_batch_norm(settings: Settings, plan: Plan) -> None:

@@ -231,4 +231,4 @@ def segments(config: RunConfig, start: int = 0) -> Iterator[RunSegment]:
         yield RunSegment(range(start, end), every, is_sync)
         start = end
     if config.left_over and start < config.steps:
-        yield RunSegment(range(whole, config.steps), config.left_over, True)
+        yield RunSegment(range(whole, config.steps), every, True)

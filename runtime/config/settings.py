@@ -168,15 +168,17 @@ class RunConfig(Settings):
 
     @property
     def left_over(self) -> int:
-        """The micro-batches of a short last step; 0 when all steps are whole."""
-        return left_over(self, self.micro_batch_size, self.micro_batches)
+        """The samples of a short last step; 0 when all steps are whole."""
+        count = self.micro_batches * self.pipelines
+        return left_over(self, self.global_batch_size or count * self.micro_batch_size)
 
 
 _RESOLVED = tuple(RunConfig.__annotations__)
 
 
-def left_over(settings: Settings, micro_batch_size: int, micro_batches: int) -> int:
-    """The micro-batches of a short last step for a batch of these sizes; 0 when all are whole."""
-    if settings.samples is None or settings.remainder == "drop":
+def left_over(settings: Settings, samples: int) -> int:
+    """The samples of a short last step, where others have so many; 0 when all are whole."""
+    usual = "drop" if settings.epochs is None else "proportional"
+    if settings.samples is None or (settings.remainder or usual) == "drop":
         return 0
-    return settings.samples // micro_batch_size % micro_batches
+    return settings.samples % samples

@@ -45,6 +45,7 @@ from .run import (
     sizes_of_each,
     version_pairs,
     window_ends,
+    without,
     without_steps,
 )
 from .stage import Stage
@@ -193,7 +194,7 @@ class Executor:
             for position, action in enumerate(run.program):
                 if run.leaves_out(action):
                     continue
-                match action.kind:
+                match "" if run.is_empty(action) else action.kind:
                     case "F":
                         yield from self._forward(run, action)
                     case "B":
@@ -208,7 +209,7 @@ class Executor:
                         yield None
                     case "SEND_F" | "SEND_B":
                         run.mailbox.send(action)
-                    case _:
+                    case "RECV_F" | "RECV_B":
                         run.mailbox.post(action)
                 for stage in ends.get(position, ()):
                     version = self.weights[stage].version + 1
@@ -232,14 +233,14 @@ class Executor:
         self.transport.close()
 
     def _prepare(self, schedule: Schedule, feed: Feed, options: RunOptions) -> PipelineRun:
-        training = options.get("training", True)
-        self._check(schedule, training)
+        self._check(schedule, training := options.get("training", True))
         program = self._program(schedule, options)
         sizes = sizes_of_each(options.get("sizes") or self.plan.sizes, schedule)
         for binder in self.binders.values() if training else ():
             binder.begin(schedule)
         first_micro_batch = options.get("first_micro_batch", 0)
         batches = [own.get("batch", 1) for own in sizes]
+        empty = frozenset(index for index, samples in enumerate(batches) if not samples)
         rank, observer = self.transport.rank, options.get("observer") or Observer()
         needed = [name for name in self._needed if name != TARGET or options.get("losses", True)]
         return PipelineRun(
@@ -247,7 +248,8 @@ class Executor:
             program=program,
             training=training,
             feed=FeedOnce(self.plan, feed, needed, len(self.stages), self.device, rank),
-            mailbox=self._mailbox(schedule, program, sizes, options),
+            mailbox=self._mailbox(schedule, without(program, empty), sizes, options),
+            empty=empty,
             recorder=RunRecorder(observer, keep_events=options.get("record", False)),
             version_pairs=version_pairs(program, self.versions, first_micro_batch),
             loss_divisors=loss_divisors(batches, schedule.step_every, options.get("step_samples")),
@@ -329,10 +331,9 @@ class Executor:
                 outputs, loss = stage.evaluate(micro_batch, inputs, fed if run.losses else None)
         run.mailbox.completed(action)
         for channel in run.mailbox.outgoing("activation", action.stage):
-            if generator and channel.name == GENERATOR_STATE:
-                run.mailbox.put(channel, action.index, generator.state)
-            else:
-                run.mailbox.put(channel, action.index, outputs[channel.name])
+            name = channel.name
+            value = generator.state if generator and name == GENERATOR_STATE else outputs[name]
+            run.mailbox.put(channel, action.index, value)
         if own_outputs := {name: outputs[name] for name in outputs if name in self._model_outputs}:
             run.recorder.observer.on_outputs(micro_batch, own_outputs)
         if loss is not None:
@@ -370,9 +371,8 @@ class Executor:
             run.mailbox.put(channel, action.index, gradients[channel.name])
 
     def _weight_backward(self, run: PipelineRun, action: Action) -> None:
-        micro_batch = run.first_micro_batch + action.index
         with run.recorder.timing(action):
-            self.stages[action.stage].weight_backward(micro_batch)
+            self.stages[action.stage].weight_backward(run.first_micro_batch + action.index)
             self._finish_micro_batch(run, (action.stage, action.index))
 
     def _forward_weights(
@@ -413,10 +413,10 @@ class Executor:
         return GeneratorState(self.device, state, self._draws_numbers)
 
     def _check(self, schedule: Schedule, training: bool) -> None:
-        wanted, has = (owner.replicas or owner.rank_of_stage for owner in (schedule, self))
-        if wanted != has:
+        wanted, own = (owner.replicas or owner.rank_of_stage for owner in (schedule, self))
+        if wanted != own:
             raise ScheduleError(
-                f"the schedule puts stages on ranks {wanted}, the pipeline on {has}."
+                f"the schedule puts stages on ranks {wanted}, the pipeline on {own}."
             )
         if len(schedule.ranks) > 1 and not schedule.is_lowered:
             raise ScheduleError(

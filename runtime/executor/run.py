@@ -13,7 +13,7 @@ import inspect
 import linecache
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypedDict
@@ -207,6 +207,14 @@ def without_steps(program: Program) -> Program:
     return tuple(action for action in program if action.kind != "S")
 
 
+def without(program: Program, micro_batches: Collection[int]) -> Program:
+    """The actions of other micro-batches. As these do not depend on the ones that are left out,
+    their order stays a legal one."""
+    return tuple(
+        action for action in program if action.kind == "S" or action.index not in micro_batches
+    )
+
+
 def version_pairs(
     program: Program, versions: Mapping[int, int], first_micro_batch: int
 ) -> dict[tuple[int, int], VersionPair]:
@@ -255,7 +263,8 @@ def loss_divisors(
         of_step = batches[first : first + step_every]
         total = step_samples or sum(of_step)
         for samples in of_step:
-            divisors.append(Fraction(total, samples) if total % samples else total // samples)
+            parts = max(1, samples)  # one without samples does not run
+            divisors.append(Fraction(total, parts) if total % parts else total // parts)
     return tuple(divisors)
 
 
@@ -288,7 +297,8 @@ class RunOptions(TypedDict, total=False):
     sizes: Sizes | Sequence[Sizes] | None
     """The sizes of the micro-batches, for all or for each one of the schedule (default: the
     plan's). The loss of a micro-batch with fewer samples counts less, so that the gradient is that
-    of the mean over all samples of a step."""
+    of the mean over all samples of a step. A micro-batch without samples does not run, on any
+    rank."""
     step_samples: int | None
     """The samples of a step, if other ranks run micro-batches of the same step."""
     record: bool
@@ -324,6 +334,9 @@ class PipelineRun:
     """The split backwards."""
     immediate_backward: frozenset[tuple[int, int]]
     """The micro-batches that are not recomputed."""
+    empty: frozenset[int]
+    """The micro-batches without samples, which do not run; stages still complete their gradients in
+    the order of the whole schedule, which is that of their replicas."""
     first_micro_batch: int
     loss_scale: float
     losses: bool
@@ -333,6 +346,10 @@ class PipelineRun:
         """The number of the step, in all runs, that a micro-batch of the schedule counts for."""
         every = self.schedule.step_every
         return self.first_micro_batch // every + index // every
+
+    def is_empty(self, action: Action) -> bool:
+        """True for an action of a micro-batch without samples."""
+        return action.kind != "S" and action.index in self.empty
 
     def leaves_out(self, action: Action) -> bool:
         """True for an action of a step that is left out."""

@@ -174,7 +174,8 @@ def _with_steps(job: Job, length: int) -> Job:
             "Give --steps or --samples, or its iterable a __len__.",
         )
     config, task = _resolved(with_epochs(job.settings, length), job.planned)
-    return replace(job, config=replace(config, epochs=job.config.epochs), task=task)
+    given = {name: getattr(job.config, name) for name in ("epochs", "remainder")}
+    return replace(job, config=replace(config, **given), task=task)
 
 
 def run_rank(job: Job, world: World, reporter: str) -> None:

@@ -36,7 +36,8 @@ TRACKS: dict[str, tuple[Kind, ...]] = {
     "waits": ("receive", "taken", "meet", "exchange"),
     "data": ("data",),
     "sends": ("send",),
-    "other": ("writing", "other"),
+    "other": ("other",),
+    "writing": ("writing",),
 }
 """Name of a track -> the kinds of activity on it; its position is its number."""
 

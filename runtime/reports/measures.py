@@ -22,6 +22,8 @@ _FIXED = frozenset(
         *(
             "epoch",
             "epoch_per_s",
+            "exchange_s",
+            "writing_s",
             "summed_elements",
             "syncs_per_s",
             "idle",

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..checkpoint.contents import Rank
 from ..checkpoint.resuming import how_to_go_on
 from ..checkpoint.saving import Saver
-from ..config.batch_layout import consumed
 from ..config.segments import RunSegment, segments
 from ..config.settings import RunConfig
 from ..control.callbacks import Callbacks, Patience, Request, agreed
@@ -63,7 +62,7 @@ def train(
         memory_watched(job.plan, job.config, world, activities),
         Stopping(board, patience_s=job.config.patience_s) as stopping,
     ):
-        checkpoint, skipped = find_checkpoint(job, world, activities)
+        job, checkpoint, skipped = find_checkpoint(job, world, activities)
         shown = partial(_make_shown, make_reporter, job.folder)
         with reporting(job.config, job.folder, world, shown) as reporter, exits_as_errors():
             if reporter is not None:
@@ -275,7 +274,7 @@ class _Run:
         with self._activities.during(Activity("meet", "the order of the data")):
             warning = agreement.check(
                 batch.position(steps.start),
-                len(steps) * batch.samples,
+                batch.position(steps.stop) - batch.position(steps.start),
                 lambda: self._activities.during(reads),
             )
         if warning and self._reporter is not None:
@@ -337,7 +336,7 @@ class _Run:
         evaluated = self._evaluated
         self._checkpoints.save(
             step,
-            samples=consumed(self._config, self._trainer.batch, step),
+            samples=self._trainer.batch.position(step),
             schedule=self._steps.text_after(step),
             trainer=self._stepper.state()
             | self._trainer.state()
@@ -381,9 +380,7 @@ class _Run:
             self._reporter.on_eval(self._evaluated)
 
     def _schedule(self, segment: RunSegment) -> Schedule:
-        steps, config = len(segment.steps), self._config
-        is_whole = segment.micro_batches == config.micro_batches
-        if steps == 1 and is_whole and segment.synchronous != config.is_async:
+        if len(segment.steps) == 1 and segment.synchronous != self._config.is_async:
             return self._steps.of_step(segment.steps.stop)
         return self._trainer.stages.schedule_of(segment)
 

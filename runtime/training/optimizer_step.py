@@ -115,7 +115,7 @@ class OptimizerStepper(ActionObserver):
         }
         self._scale = None if config.loss_scale is None else LossScale(config.loss_scale)
         self._gradients: dict[int, list[Tensor | None]] = {}
-        self._set_batch(StepBatch.of(config))
+        self._set_batch(StepBatch.of(config), 0)
         self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         self._passages: dict[int, list[LedgerEntry]] = defaultdict(list)
         self._gaps: dict[int, list[Gap]] = defaultdict(list)
@@ -183,7 +183,7 @@ class OptimizerStepper(ActionObserver):
         """
         self._first = first_micro_batch, step
         if batch is not None:
-            self._set_batch(batch)
+            self._set_batch(batch, step - 1)
         self._delays = delays or Delays((0,) * self._stages, 1)
         self._is_synchronous = flushed or not self._config.is_async
         self.activities.step, self.activities.first_micro_batch = step, first_micro_batch
@@ -196,11 +196,12 @@ class OptimizerStepper(ActionObserver):
     _between: Spent = {}
     """The time between the last step and the segment."""
 
-    def _set_batch(self, batch: StepBatch) -> None:
-        world = self._world
-        self._sizes = batch.sizes_of(world.replica)
-        # The share of this rank's samples in those of a step.
-        self._part = sum(world.grid.share_of(world.rank, self._sizes)) / batch.samples
+    def _set_batch(self, batch: StepBatch, step: int) -> None:
+        world, samples = self._world, sum(batch.sizes_at(step))
+        self._sizes = batch.sizes_of(world.replica, step)
+        # The share of this rank's samples in those of the step, and of these in a whole step's.
+        self._part = sum(world.grid.share_of(world.rank, self._sizes)) / samples
+        self._whole = samples / batch.samples
 
     def on_action(self, action: Action, start_s: float, end_s: float) -> None:
         super().on_action(action, start_s, end_s)
@@ -348,12 +349,10 @@ class OptimizerStepper(ActionObserver):
         if self._is_skipped:
             self._optimizers[stage].skip()
         else:
-            share, whole = self._share[stage], 1.0
+            share, whole = self._share[stage], self._whole
             scale_gradients(share.own, factor)
             for name, parameter in share.shared_by_name.items():
                 scale_gradients([parameter], (of_shared or {}).get(name, factor))
-            if self._config.left_over and version == self._config.steps:
-                whole = self._config.left_over / self._config.micro_batches
             self._optimizers[stage].step(
                 whole * self._lr_scale(stage, version, None),
                 {

@@ -321,8 +321,7 @@ def _when_drained(config: RunConfig) -> str:
     if first := steps_of_start(config):
         text += f"; synchronous 1f1b for the first {counted(first, 'step')}"
     if config.left_over:
-        fewer = counted(config.left_over, "micro-batch", "micro-batches")
-        text += f"; the last step has {fewer} and a proportionally smaller weight"
+        text += "; the last step is smaller, with a proportionally smaller weight"
     return text
 
 

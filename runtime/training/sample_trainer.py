@@ -142,8 +142,9 @@ class StageTrainer:
         replica = self._setup.world.replica
         for segment in segments(self._config, self._setup.start):
             first = self.batch.first_of(segment.steps.start, replica)
-            count = len(segment.steps) * segment.micro_batches
-            yield from (first + index for index in range(count) if self._reads(index))
+            for index in range(len(segment.steps) * self._config.micro_batches):
+                if self._reads(index) and self.batch.place(first + index)[1]:
+                    yield first + index
 
     def _reads(self, index: int) -> bool:
         """True if a stage of this rank reads data of a micro-batch of the schedule."""
@@ -178,17 +179,18 @@ class StageTrainer:
         may: Callable[[int], bool] | None = None,
     ) -> None:
         """Trains the steps of a segment; `may` is asked before each step of several."""
-        config, world, steps = self._config, self._setup.world, segment.steps
-        is_short = segment.micro_batches != config.micro_batches
-        sizes = [{**self._plan.sizes, "batch": size} for size in self.batch.sizes_of(world.replica)]
+        world, steps, batch = self._setup.world, segment.steps, self.batch
+        is_short = batch.last in steps
+        of_step = batch.sizes_of(world.replica, steps.start)
+        sizes = [{**self._plan.sizes, "batch": size} for size in of_step]
         for _ in self.stages.run(
             segment,
             schedule,
             self._feed,
-            self.batch,
-            self.batch.first_of(steps.start, world.replica),
-            sizes=None if self.batch.is_even else sizes * len(steps),
-            step_samples=self.batch.samples if world.replicas > 1 or is_short else None,
+            batch,
+            batch.first_of(steps.start, world.replica),
+            sizes=sizes * len(steps) if is_short or not batch.is_even else None,
+            step_samples=batch.samples if world.replicas > 1 or is_short else None,
             may=may if len(steps) > 1 else None,
         ):
             pass

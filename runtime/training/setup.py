@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from ..checkpoint.folders import WEIGHTS, FolderLock, clear_unfinished
 from ..checkpoint.remote import initial_weights
 from ..checkpoint.resuming import candidates, keep_records_until
 from ..checkpoint.storage import check_exportable
+from ..config.batch_layout import StepBatch
 from ..config.execution_options import ExecutionOptions
 from ..config.mixed_precision import find_boundary_dtypes
 from ..config.resolve import costs_at_sizes, gpu_of_rank, sized_plan
@@ -300,9 +301,10 @@ def _prepare_together(job: Job, world: World, activities: Activities) -> None:
 
 def find_checkpoint(
     job: Job, world: World, activities: Activities
-) -> tuple[FoundCheckpoint | None, list[str]]:
-    """The checkpoint to resume from, and messages about those that were skipped; rank 0 drops the
-    folder's later records."""
+) -> tuple[Job, FoundCheckpoint | None, list[str]]:
+    """The job with the steps that its samples make after the checkpoint to resume from, the
+    checkpoint, and messages about those that were skipped; rank 0 drops the folder's later
+    records."""
     config = job.config
     named, may_skip = candidates(config, job.folder)
     if world.rank == 0:
@@ -310,11 +312,25 @@ def find_checkpoint(
     with activities.during(Activity("meet", "the checkpoint to resume from")):
         checkpoint, skipped = first_good(named, world, may_skip=may_skip)
     if checkpoint is not None:
-        check_steps(config, checkpoint)
+        job = _continued(job, checkpoint)
+        check_steps(job.config, checkpoint)
         check_model(job.planned, Path(config.folder), checkpoint)
     if world.rank == 0:
         keep_records_until(job.folder / METRICS, checkpoint.facts.step if checkpoint else 0)
-    return checkpoint, skipped
+    return job, checkpoint, skipped
+
+
+def _continued(job: Job, checkpoint: FoundCheckpoint) -> Job:
+    """The job, whose samples count as if all earlier steps had been of the present batch: only the
+    rest of them makes further steps."""
+    config, facts = job.config, checkpoint.facts
+    if config.samples is None or config.samples < facts.samples:
+        return job
+    of_step = StepBatch.of(config).samples
+    samples = facts.step * of_step + config.samples - facts.samples
+    config = replace(config, samples=samples)
+    steps = samples // of_step + (config.left_over > 0)
+    return replace(job, config=replace(config, steps=steps))
 
 
 def write_schedule(folder: Path, schedule: Schedule) -> None:

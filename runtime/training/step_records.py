@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from time import perf_counter
 
-from ..config.batch_layout import StepBatch, consumed
+from ..config.batch_layout import StepBatch
 from ..config.settings import RunConfig
 from ..control.learning_rate import learning_rate_of
 from ..data.streams import UNKNOWN_LENGTH
@@ -154,7 +154,7 @@ class Watch:
         squares = [rank.squared_norm for rank in figures]
         walls = [max(rank.wall_s for rank in ranks) for ranks in self._interval]
         wall_s = max(sum(walls), 1e-9)
-        samples = [consumed(config, self._batch, at) for at in (step - len(walls), step)]
+        samples = [self._batch.position(at) for at in (step - len(walls), step)]
         summed = int(sum(rank.summed for rank in figures))
         return StepRecord(
             step=step,

@@ -183,7 +183,7 @@ def test_durations_add_up_to_the_steps_with_the_overhead_between(folder: Path) -
     events = trace_of(folder / "sync")
     lines = map(json.loads, (folder / "sync" / "metrics.jsonl").read_text().splitlines())
     steps = [line for line in lines if line["event"] == "step"]
-    parts = ("busy", "waiting", "sending", "data", "overhead")
+    parts = ("busy", "waiting", "sending", "data", "overhead", "writing")
     for step in steps:
         for rank in range(2):
             shares = [step[f"{part}_shares"][rank] for part in parts]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from asyncpipe.runtime.checkpoint.resuming import with_options_of_run
 from asyncpipe.runtime.config.option_files import read_config
@@ -14,7 +15,9 @@ from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.data.datasets import SAMPLES
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.launch.launch import run as run_here
-from asyncpipe.tests.support.models.hand_folders import write_mlp
+from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.runtime.tensor_files import read_tensors
+from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
 from asyncpipe.tests.support.processes.quick_python import run
 from asyncpipe.tests.support.processes.silent_reporter import FACTORY, events_of
 
@@ -34,6 +37,8 @@ def broken():
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generated") / "mlp"
     write_mlp(folder)
+    write_mlp(folder.parent / "mlp4", stages=4)
+    write_text(folder.parent / "text")
     return folder
 
 
@@ -58,29 +63,68 @@ def steps(output: Path) -> list[dict[str, Any]]:
 def test_epochs_are_the_steps_of_that_many_samples(
     folder: Path, tmp_path: Path, points: str
 ) -> None:
-    """150 samples in steps of 8: 18 whole steps, and all that depends on their number."""
-    run(given(folder, tmp_path / "epochs", data=points, epochs=3.0, decay="linear"), FACTORY)
-    run(given(folder, tmp_path / "samples", data=points, samples=150, decay="linear"), FACTORY)
+    """150 samples in steps of 8: 18 whole steps and one of 6 samples, and all that depends on
+    their number."""
+    options: dict[str, Any] = {"data": points, "decay": "linear"}
+    run(given(folder, tmp_path / "epochs", epochs=3.0, **options), FACTORY)
+    options |= {"samples": 150, "remainder": "proportional"}
+    run(given(folder, tmp_path / "samples", **options), FACTORY)
     found, expected = steps(tmp_path / "epochs"), steps(tmp_path / "samples")
-    assert len(found) == 18 and found[-1]["epoch"] == pytest.approx(144 / 50)
+    assert len(found) == 19 and found[-1]["epoch"] == 3.0
     assert [each["loss"] for each in found] == [each["loss"] for each in expected]
     assert [each["lr"] for each in found] == [each["lr"] for each in expected]
     again = read_config(tmp_path / "epochs" / "config.toml")
     assert again["epochs"] == 3.0 and not again.keys() & {"steps", "samples"}
 
 
-def test_a_part_of_an_epoch_and_the_left_over_micro_batches_are_trained_too(
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mlp", {"schedule": "1f1b", "replicas": 2, "micro_batches": 2, "clip": 0.1}),
+        ("mlp", {"schedule": "async-1f1b", "flush_every": 1, "ranks": 1}),
+        ("mlp", {"schedule": "auto", "ranks": 1}),
+        ("mlp4", {"schedule": "zb-v", "ranks": 2}),
+        ("text", {"schedule": "ddp", "replicas": 2}),
+        ("text", {"schedule": "1f1b", "replicas": 2, "micro_batches": 2, "check_replicas": 1}),
+    ],
+    ids=lambda value: value.get("schedule") if isinstance(value, dict) else None,
+)
+def test_an_epoch_that_steps_do_not_divide_trains_alike_on_any_ranks(
+    folder: Path, tmp_path: Path, points: str, name: str, options: dict[str, Any]
+) -> None:
+    """53 samples in 3 steps of 16 and one of 5: of its 4 micro-batches one is smaller and two are
+    empty, so that the second of two replicas has none."""
+    usual: dict[str, Any] = {"dtype": "float64", "data": points, "micro_batches": 4, "pin": "none"}
+    usual |= {"epochs": 1.06, "optimizer": "sgd", "lr": 0.1}
+    if name == "text":  # 123 samples in 7 steps of 16, and one of 11: each holder of the tied
+        (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 97)
+        usual |= {"data": str(tmp_path / "text.txt"), "epochs": 1.0}
+    folders = folder.parent
+    usual["clip"] = options.get("clip", 0.0)
+    run(given(folders / name, tmp_path / "plain", **usual), FACTORY)
+    run(given(folders / name, tmp_path / "run", **(usual | options)), FACTORY)
+    expected, found = steps(tmp_path / "plain"), steps(tmp_path / "run")
+    assert [each["loss"] for each in found] == pytest.approx([each["loss"] for each in expected])
+    assert [each["epoch"] for each in found] == [each["epoch"] for each in expected]
+    assert found[-1]["epoch"] == usual["epochs"] != 3 * 16 / 50
+    names = [key for key in read_plan(folders / name).state_keys if key != "head.weight"]
+    weights = [read_tensors(tmp_path / made / "weights", names) for made in ("plain", "run")]
+    for key, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][key], tensor, rtol=1e-12, atol=1e-12, msg=key)
+
+
+def test_what_whole_steps_leave_over_can_be_dropped(
     folder: Path, tmp_path: Path, points: str
 ) -> None:
-    options: dict[str, Any] = {"data": points, "epochs": 0.56, "remainder": "proportional"}
+    options: dict[str, Any] = {"data": points, "epochs": 0.56, "remainder": "drop"}
     run(given(folder, tmp_path / "run", **options), FACTORY)
-    assert [each["epoch"] for each in steps(tmp_path / "run")] == [0.16, 0.32, 0.48, 0.56]
+    assert [each["epoch"] for each in steps(tmp_path / "run")] == [0.16, 0.32, 0.48]
 
 
 def test_ranks_in_processes_agree_on_the_steps(folder: Path, tmp_path: Path, points: str) -> None:
     options: dict[str, Any] = {"schedule": "async-1f1b", "data": points, "epochs": 2.0}
     run(given(folder, tmp_path / "run", pin="none", **options), FACTORY)
-    assert [each["step"] for each in steps(tmp_path / "run")] == list(range(1, 13))
+    assert [each["step"] for each in steps(tmp_path / "run")] == list(range(1, 14))
 
 
 def test_a_finished_run_of_epochs_is_left_alone_and_a_longer_one_continues(
@@ -90,9 +134,11 @@ def test_a_finished_run_of_epochs_is_left_alone_and_a_longer_one_continues(
     run(given(folder, output, data=points, epochs=2.0, save_every=5), FACTORY)
     own = {"folder": str(folder), "output": str(output), "resume": "auto", "trust": True}
     run(Settings(**with_options_of_run(own)), FACTORY)
-    assert "all 12 steps" in events_of(output, "note")[-1][1]
+    assert "all 13 steps" in events_of(output, "note")[-1][1]
     run(Settings(**with_options_of_run(own | {"epochs": 3.0})), FACTORY)
-    assert [each["step"] for each in steps(output)] == list(range(1, 19))
+    found = steps(output)
+    assert [each["step"] for each in found] == list(range(1, 21))
+    assert found[12]["epoch"] == 2.0 and found[-1]["epoch"] == 3.0
 
 
 def test_an_error_in_the_data_and_a_second_length_are_told(

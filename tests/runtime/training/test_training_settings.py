@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncpipe.runtime.config.batch_layout import StepBatch, as_started, check_ranks, consumed
+from asyncpipe.runtime.config.batch_layout import StepBatch, as_started, check_ranks
 from asyncpipe.runtime.config.option_files import read_config
 from asyncpipe.runtime.config.resolve import (
     batch_identity,
@@ -63,7 +63,7 @@ def test_a_short_last_step_consumes_fewer_samples() -> None:
     sizes = {"micro_batches": 4, "micro_batch_size": 4, "steps": 2}
     config = run_config(samples=30, remainder="proportional", **sizes)
     batch = StepBatch.of(config)
-    assert [consumed(config, batch, step) for step in (1, 2)] == [16, 28]
+    assert [batch.position(step) for step in (1, 2)] == [16, 30]
 
 
 def test_the_config_leaves_out_what_concerns_one_call() -> None:
