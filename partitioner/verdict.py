@@ -16,7 +16,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from .capture.check import Differs
+from ..runtime.errors import PlanError
+from .capture.check import Differs, compare
 from .capture.model_state import MOST_BYTES, Noise, plain_tensors
 from .capture.sizes import sizes_text
 
@@ -83,6 +84,22 @@ def rounding_or_defect(
     except Exception as other:
         raise error from other
     return replace(verified, rounding=error.difference)
+
+
+def not_repeatable(
+    model: nn.Module, outputs: Mapping[str, Tensor], again: Mapping[str, Tensor]
+) -> tuple[str, str] | None:
+    """The error and its cure for a model whose outputs differ in two runs from equal seeds."""
+    try:
+        compare(outputs, again, TOLERANCE, "output")
+    except PlanError:
+        return (
+            f"{type(model).__name__} itself gives other outputs when it runs again from the same "
+            "seeds, so nothing can be compared with it.",
+            "Draw random numbers from the default generators of torch, Python and NumPy, without "
+            "a new seed in forward (torch.seed()).",
+        )
+    return None
 
 
 @contextmanager

@@ -59,7 +59,15 @@ from .capture.sizes import (
     sizes_text,
     smaller_sizes,
 )
-from .verdict import TOLERANCE, TOLERANCE_IN_DOUBLE, Verified, doubled, follow, rounding_or_defect
+from .verdict import (
+    TOLERANCE,
+    TOLERANCE_IN_DOUBLE,
+    Verified,
+    doubled,
+    follow,
+    not_repeatable,
+    rounding_or_defect,
+)
 
 Refused = Callable[[Mapping[str, int]], str]
 """The reason why the stages refuse sizes; empty if they accept them."""
@@ -113,8 +121,7 @@ def _verified_in_double(
     for stage in pair.stages:
         follow(stage, pair.model)
     given = replace(pair.given, tensors=doubled(pair.given.tensors))
-    double = replace(pair, given=given, tolerance=TOLERANCE_IN_DOUBLE)
-    return _verified(double, sizes, changing)
+    return _verified(replace(pair, given=given, tolerance=TOLERANCE_IN_DOUBLE), sizes, changing)
 
 
 def _verified(
@@ -321,7 +328,11 @@ class _Comparison:
         return self._run_model(inputs, _modes(self.pair.plan)[0], gradients).outputs
 
     def _explained(self, inputs: Tensors, error: PlanError) -> PlanError:
-        """The error, or its cause if forward asks whether gradients are recorded."""
+        """The error, or its cause: the model differs from itself, or asks about gradients."""
+        first, second = (self._original(inputs) for _ in range(2))
+        for mode, seen in first.items():
+            if why := not_repeatable(self.pair.model, seen.outputs, second[mode].outputs):
+                return PlanError(*why)
         if self.pair.plan.mode == "train":
             return error
         with unchanged(self.pair.model):
@@ -332,7 +343,7 @@ class _Comparison:
         self, inputs: Mapping[str, Tensor], training: bool, gradients: bool | None = None
     ) -> _Seen:
         model = self.pair.model
-        own = _copied(inputs)  # A model may change its inputs.
+        own = detached(inputs)  # A model may change its inputs.
         model.train(training)
         seed_all(1)
         gradients = training if gradients is None else gradients
@@ -340,14 +351,14 @@ class _Comparison:
             outputs = leaves_of(self.pair.given.call(model, own))
         if training:
             torch.autograd.backward(total_of(outputs))
-        buffers = _copied(dict(model.named_buffers(remove_duplicate=False)))
+        buffers = detached(dict(model.named_buffers(remove_duplicate=False)))
         changed = self.copies.changed
         return _Seen(detached(outputs), _take_gradients(model), buffers, changed(), own)
 
     def _run_stages(self, sample: Sample[Any], training: bool) -> _Seen:
         plan, stages = self.pair.plan, self.pair.stages
         seed_all(1)
-        inputs, sizes = _copied(sample.inputs), sample.sizes
+        inputs, sizes = detached(sample.inputs), sample.sizes
         values: dict[str, Tensor] = dict(inputs)
         leaves: dict[str, list[Tensor]] = {}  # for each value one leaf a reader
 
@@ -397,10 +408,6 @@ def _run_stage(
             "Keep the module that it comes from as one node (--leaf Class), and please report "
             "the model.",
         ) from error
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> Tensors:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _sum_of_gradients(copies: list[Tensor]) -> Tensor | None:

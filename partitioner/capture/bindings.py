@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...runtime.errors import CaptureError
 from .arguments import map_leaves, tensors_in
-from .fake_inputs import FakeWorld, UnseenError, ValuesError
+from .fake_inputs import FakeWorld, ModulePassedError, UnseenError, ValuesError
 from .source_lines import assigned_names, is_good_name, short_path, user_frames, where
 from .values import (
     NOWHERE,
@@ -165,6 +165,8 @@ class Bindings:
             return size
         if isinstance(leaf, torch.device):
             return LocalDevice() if _same_device(leaf, self._device) else leaf
+        if isinstance(leaf, nn.Module):
+            raise ModulePassedError(type(leaf).__name__)
         return leaf
 
     def current_regions(self, entered: Sequence[Region]) -> list[Region]:

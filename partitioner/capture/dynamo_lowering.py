@@ -353,6 +353,11 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    # Not Tensor.index, which torch adds for its first-class dimensions.
+    return tensor[tuple(slice(None) if index is None else index for index in indices)]
+
+
 def _norm(
     tensor: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, **options: Any
 ) -> Tensor:
@@ -370,6 +375,7 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 _NAMES: Mapping[str, Callable[..., Any]] = {
     "_to_copy": _to,
     "alias": _same,
+    "index": _index,
     "_unsafe_view": Tensor.view,
     "linalg_vector_norm": _norm,
     "_softmax": _softmax(F.softmax),

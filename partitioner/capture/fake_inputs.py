@@ -320,6 +320,10 @@ class RandomDecisionError(UnseenError):
     """A forward with a random decision that is no if with an else."""
 
 
+class ModulePassedError(Exception):
+    """A call of forward that has a module as an argument; the message is the module's class."""
+
+
 # Not in range(): a graph has a fixed number of iterations, with or without int().
 _NUMBER = re.compile(r"^(?!.*\brange\().*?\b(int|float)\(")
 _DATA_DEPENDENT = (
@@ -369,6 +373,12 @@ def explained(
             f'cannot trace {where}: "{text}" passes the values of a tensor to NumPy, and a graph '
             "cannot hold NumPy's operations.",
             f"Compute it with torch, or keep it inside one stage: {leaf}.",
+        )
+    if isinstance(error, ModulePassedError):
+        return UnseenError(
+            f'cannot trace {where}: "{text}" passes a module ({error}) to a function, and a graph '
+            "cannot hold what the function does with it.",
+            f"Keep the module that calls the function as one node: {leaf}.",
         )
     return UnseenError(
         f'cannot trace {where}: "{text}" raised {type(error).__name__}: {_first_line(error)}',

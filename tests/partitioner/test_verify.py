@@ -90,6 +90,26 @@ def test_a_lost_autocast_is_no_rounding_although_float64_ignores_it(tmp_path: Pa
         verify(_Autocast(), plan, tmp_path / "2p", example)
 
 
+class Reseeded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.seed()
+        return self.linear(nn.functional.dropout(x, 0.5))
+
+
+def test_a_model_that_differs_from_itself_is_refused_by_its_cause(tmp_path: Path) -> None:
+    model = nn.Sequential(Reseeded(), nn.Linear(6, 2))
+    example = {"input": torch.randn(4, 6)}
+    with pytest.raises(PlanError, match="Sequential itself gives other outputs when it runs again"):
+        asyncpipe.partition(
+            model, example, stages=2, output=tmp_path / "2p", profile="analytic",
+            leaves=["Reseeded"],
+        )  # fmt: skip
+
+
 def test_a_mixture_of_experts_is_cut(tmp_path: Path) -> None:
     config = MixtralConfig(
         vocab_size=61,

@@ -50,6 +50,20 @@ def branches(module: Any, x: Tensor) -> Tensor:
     return x
 
 
+class Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+def passes_a_module(module: Any, x: Tensor) -> Any:
+    return Applied.apply(x, module.linear)
+
+
 def counts(module: Any, x: Tensor) -> Tensor:
     while x.norm() > 1:
         x = x / 2
@@ -81,6 +95,14 @@ def test_a_line_that_depends_on_values_is_quoted_with_the_ways_out(work: Any, te
 def test_a_module_of_its_own_is_kept_whole_with_a_note_that_quotes_it(work: Any, text: str) -> None:
     (note,) = capture(Outer(work), {"x": ONES}, check=False).notes
     assert note.startswith("Inner is kept as one operation: ") and f'"{text}"' in note
+
+
+def test_a_module_as_an_argument_of_a_function_is_named_and_its_owner_kept_whole() -> None:
+    line = '"return Applied.apply(x, module.linear)" passes a module (Linear) to a function'
+    error = told(Inner(passes_a_module))
+    assert line in error.what and "--leaf" in error.cure
+    (note,) = capture(Outer(passes_a_module), {"x": ONES}).notes
+    assert note.startswith("Inner is kept as one operation: ") and line in note
 
 
 class Sized(nn.Module):

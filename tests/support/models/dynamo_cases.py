@@ -83,11 +83,12 @@ class Recomputed(Blocks):
 
 
 class Vmap(_Two):
-    """Rows that are mapped over, and a mask by two nested maps."""
+    """Rows that are mapped over, a mask by two nested maps, and an index of each row."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         scaled = torch.vmap(lambda row: row / (row.norm() + row.var(correction=0)))(hidden)
+        scaled = torch.vmap(lambda row, place: row[place])(scaled, scaled.argsort(-1))
         rows, columns = torch.arange(x.shape[0]), torch.arange(WIDTH)
         allowed = torch.vmap(torch.vmap(torch.ge, in_dims=(None, 0)), in_dims=(0, None))
         return self.last(scaled.masked_fill(~allowed(rows, columns), 0.0))
