@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -119,33 +119,40 @@ class Clusters:
             values[str(self._task.label)] = self._labels[chosen]
         return values
 
-    @cached_property
-    def _cluster_of_sample(self) -> Tensor:
-        order = torch.randperm(SAMPLES, generator=_generator("order"))
-        return order % (self._classes * _CLUSTERS)
+    @property
+    def _points(self) -> Tensor:
+        return clustered_points(self._features, self._classes)
 
     @cached_property
     def _labels(self) -> Tensor:
         generator = _generator("labels")
         wrong = torch.rand(SAMPLES, generator=generator) < _WRONG_LABELS
         drawn = torch.randint(self._classes, (SAMPLES,), generator=generator)
-        return torch.where(wrong, drawn, self._cluster_of_sample % self._classes)
+        return torch.where(wrong, drawn, cluster_of_sample(self._classes) % self._classes)
 
-    @cached_property
-    def _points(self) -> Tensor:
-        generator = _generator("points")
-        informative = max(1, self._features // 2)
-        points = torch.randn(SAMPLES, self._features, generator=generator)
-        for cluster in range(self._classes * _CLUSTERS):
-            corner = torch.randint(2, (informative,), generator=generator) * 2.0 - 1.0
-            mixing = torch.rand(informative, informative, generator=generator) * 2 - 1
-            members = self._cluster_of_sample == cluster
-            points[members, :informative] = points[members, :informative] @ mixing + corner
-        redundant = min(_REDUNDANT, self._features - informative)
-        weights = torch.rand(informative, redundant, generator=generator) * 2 - 1
-        mixtures = points[:, :informative] @ weights
-        points[:, informative : informative + redundant] = mixtures
-        return points
+
+def cluster_of_sample(classes: int) -> Tensor:
+    """The cluster that each sample belongs to."""
+    return torch.randperm(SAMPLES, generator=_generator("order")) % (classes * _CLUSTERS)
+
+
+@lru_cache(maxsize=1)
+def clustered_points(features: int, classes: int) -> Tensor:
+    """All points, of which training and evaluation each read their part."""
+    generator = _generator("points")
+    clusters = cluster_of_sample(classes)
+    informative = max(1, features // 2)
+    points = torch.randn(SAMPLES, features, generator=generator)
+    for cluster in range(classes * _CLUSTERS):
+        corner = torch.randint(2, (informative,), generator=generator) * 2.0 - 1.0
+        mixing = torch.rand(informative, informative, generator=generator) * 2 - 1
+        members = clusters == cluster
+        points[members, :informative] = points[members, :informative] @ mixing + corner
+    redundant = min(_REDUNDANT, features - informative)
+    weights = torch.rand(informative, redundant, generator=generator) * 2 - 1
+    mixtures = points[:, :informative] @ weights
+    points[:, informative : informative + redundant] = mixtures
+    return points
 
 
 def _generator(name: str) -> torch.Generator:

@@ -36,6 +36,7 @@ _PRELOADED = (
     "torch.export._trace",
     "transformers.models.gpt2.modeling_gpt2",
 )
+_MLP_FEATURES = 1024
 AS_NOTEBOOK = "import sys; exec(compile(open(sys.argv.pop(1)).read(), '<script>', 'exec'))"
 """A program for `python -c` that runs the script of its first argument as a notebook would: the
 ranks of `asyncpipe.launch` are forks, whose imports are done."""
@@ -160,6 +161,7 @@ def _serve(address: str) -> list[str]:
     sys.executable = os.path.join(os.path.dirname(address), "python")
     for name in _PRELOADED:
         importlib.import_module(name)
+    _prepare()
     gc.freeze()  # a collection in a fork would copy all that is shared
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{address}.new")
@@ -178,6 +180,21 @@ def _serve(address: str) -> list[str]:
                 listener.close()
                 return _keep(connection)
             connection.close()
+
+
+def _prepare() -> None:
+    """Compiles the templates and draws the data that most processes use."""
+    import torch
+
+    from asyncpipe.runtime.data.datasets import CLUSTER_CLASSES, clustered_points
+    from asyncpipe.runtime.reports.rendering import TEMPLATES
+
+    for name in TEMPLATES.list_templates(extensions=["j2"]):
+        TEMPLATES.get_template(name)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a fork does not have the threads of a pool
+    clustered_points(_MLP_FEATURES, CLUSTER_CLASSES)
+    torch.set_num_threads(threads)
 
 
 def _reap() -> bool:
