@@ -266,7 +266,8 @@ def test_training_from_exported_weights_goes_on_where_it_ended(made: Path) -> No
 def test_torchrun_joins_and_a_wrong_number_of_ranks_is_told(made: Path) -> None:
     train = ["generated_models/residual_mlp_2p", *DATA, "--steps", "3"]
 
-    def start(scripts: Path, ranks: int) -> subprocess.CompletedProcess[str]:
+    def start(ranks: int) -> subprocess.CompletedProcess[str]:
+        scripts = bin_folder()
         agent = [scripts / "torchrun", "--standalone", "--no-python", f"--nproc-per-node={ranks}"]
         return subprocess.run(
             [*agent, scripts / "asyncpipe-train", *train],
@@ -276,10 +277,10 @@ def test_torchrun_joins_and_a_wrong_number_of_ranks_is_told(made: Path) -> None:
             timeout=120,
         )
 
-    joined = start(SCRIPTS, 2)
+    joined = start(2)
     assert joined.returncode == 0, joined.stderr
     assert "✓ 3 steps" in joined.stdout
-    refused = start(bin_folder(), 3)
+    refused = start(3)
     assert refused.returncode != 0
     assert "the plan has 2 stages, 3 ranks were started" in refused.stderr
 

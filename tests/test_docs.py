@@ -1,10 +1,10 @@
 """Every command and every Python block shown in the documents runs.
 
 Commands are the lines of `sh` blocks. They run in order, in one folder per document, with the
-examples next to them. Only the number of steps or epochs and the sizes of gpt2 are made small, a
-stand-in of a few kilobytes replaces pip's downloads, and the processes are forks with the imports
-done. A command that ends in `# exit code 1` fails, and the document shows its message. A partition
-that several documents begin with runs in one of them.
+examples next to them. Only the numbers of steps, epochs and evaluated batches and the sizes of gpt2
+are made small, a stand-in of a few kilobytes replaces pip's downloads, and the processes are forks
+with the imports done. A command that ends in `# exit code 1` fails, and the document shows its
+message. A partition that several documents begin with runs in one of them.
 """
 
 import contextlib
@@ -52,14 +52,16 @@ def commands(document: Path) -> list[list[str]]:
 
 
 def shortened(command: list[str]) -> list[str]:
-    """The command with two steps of training, and with a small gpt2."""
+    """The command with two steps of training, two batches of evaluation, and a small gpt2."""
     text = re.sub(r"--steps \d+", "--steps 2", shlex.join(command))
     text = re.sub(r"--epochs \d+", "--epochs 1", text)
+    for size in SMALL_GPT2:
+        text = re.sub(rf"\b{size.partition('=')[0]}=\d+", size, text)
     if "--model gpt2" in text and "n_layer" not in text:
         text += "".join(f" --model-arg {size}" for size in SMALL_GPT2)
-    without = {"--steps", "--samples", "--epochs", "report", "predict", "export"}
-    if "asyncpipe-train" in command and not without & set(command):
-        text += " --steps 2"
+    if "asyncpipe-train" in command and not {"report", "predict", "export"} & set(command):
+        text += "" if {"--steps", "--samples", "--epochs"} & set(command) else " --steps 2"
+        text += "" if "--eval-batches" in command else " --eval-batches 2"
     return shlex.split(text)
 
 

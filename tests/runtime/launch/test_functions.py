@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 import asyncpipe
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.process import is_alive
+from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 SCRIPT = """
 import os, time, asyncpipe
@@ -50,11 +51,11 @@ print(asyncpipe.launch(here, ranks=2))
 """
 
 
-def printed(folder: Path, text: str) -> list[str]:
+def printed(folder: Path, text: str, python: Path) -> list[str]:
     """The output of a script, which must succeed."""
     (folder / "sheep.py").write_text(text)
     done = subprocess.run(
-        [sys.executable, folder / "sheep.py"],
+        [python, folder / "sheep.py"],
         env={**os.environ, "OMP_NUM_THREADS": "2"},
         capture_output=True,
         text=True,
@@ -68,7 +69,7 @@ def printed(folder: Path, text: str) -> list[str]:
 def test_ranks_of_a_script_return_their_results_and_the_first_cause_ends_all(
     tmp_path: Path,
 ) -> None:
-    results, failed, left = printed(tmp_path, SCRIPT)
+    results, failed, left = printed(tmp_path, SCRIPT, bin_folder() / "python")
     assert results == "[(0, 2), (10, 2)] 3"
     assert failed.startswith("rank 1 failed: ValueError: no such sheep")
     assert "sheep.py:9" in failed
@@ -85,7 +86,7 @@ def test_ctrl_c_is_what_python_calls_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_function_of_a_notebook_runs_in_forks_of_it(tmp_path: Path) -> None:
-    assert printed(tmp_path, NOTEBOOK) == ["[0, 1]"]
+    assert printed(tmp_path, NOTEBOOK, Path(sys.executable)) == ["[0, 1]"]
 
 
 ENDLESS = """

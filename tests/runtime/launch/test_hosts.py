@@ -95,7 +95,8 @@ def torchrun(host: Host, *command: str) -> list[str]:
 
 
 def options(output: Path, **given: Any) -> list[str]:
-    named = {"output": output, "threads": 1, "log_every": 1, "data": "clusters"} | given
+    named = {"output": output, "threads": 1, "log_every": 1, "data": "clusters", "eval_batches": 2}
+    named |= given
     return [
         text
         for name, value in named.items()
@@ -112,6 +113,7 @@ def losses(output: Path) -> list[float]:
 def on_one_host(folder: Path) -> list[float]:
     """The losses of four ranks on one host."""
     given = {"steps": 5, "dtype": "float64", "clip": 0.5, "log_every": 1, "threads": 1}
+    given["eval_batches"] = 2
     output = folder / "one"
     run(Settings(folder=str(folder / "generated"), output=str(output), **given), FACTORY)  # type: ignore[arg-type]
     assert events_of(output, "end")
@@ -156,6 +158,7 @@ def test_replicas_on_two_hosts_make_the_losses_of_one_process(
     assert told_of_ranks in told[0]
     one: dict[str, Any] = {"steps": 5, "dtype": "float64", "clip": 0.5, "log_every": 1}
     one |= {"threads": 1, "schedule": "single", "micro_batches": 6, "data": "clusters"}
+    one["eval_batches"] = 2
     run(Settings(folder=str(folder / name), output=str(tmp_path / "one"), **one), FACTORY)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
 
@@ -285,7 +288,12 @@ def test_a_link_that_comes_back_in_time_costs_time_and_nothing_else(
         codes, told = started.finish(60)
     assert codes == [0] * 4, told
     one = Settings(
-        folder=str(folder / "slow"), output=str(tmp_path / "one"), threads=1, log_every=1, steps=12
+        folder=str(folder / "slow"),
+        output=str(tmp_path / "one"),
+        threads=1,
+        log_every=1,
+        steps=12,
+        eval_batches=2,
     )
     run(one, FACTORY)
     assert losses(tmp_path / "run") == losses(tmp_path / "one")

@@ -23,7 +23,7 @@ from asyncpipe.tests.support.processes.quick_python import bin_folder
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generated")
     write_text(folder / "text")
-    write_mlp(folder / "slow", slow_s=0.05)
+    write_mlp(folder / "slow", slow_s=0.01)
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
     return folder
 
@@ -59,7 +59,8 @@ def test_a_run_is_repeated_by_its_file_to_the_last_bit(
     first = train(
         tmp_path, folder / "text", "--data", folder / "text.txt", "--schedule", schedule,
         "--steps", 6, "--micro-batches", 2, "--lr", 1 / 300, "--seed", 7, "--eval-every", 3,
-        "--log-every", 1, "--warmup", 2, "--betas", 0.85, 0.97, "--output", "first",
+        "--log-every", 1, "--warmup", 2, "--betas", 0.85, 0.97, "--eval-batches", 2,
+        "--output", "first",
     )  # fmt: skip
     assert first.returncode == 0, first.stderr
     again = train(tmp_path, "--config", "first/config.toml", "--output", "again")
@@ -136,7 +137,7 @@ def test_a_run_whose_time_is_over_leaves_a_checkpoint_and_goes_on(
 ) -> None:
     command = [
         folder / "slow", "--schedule", schedule, "--threads", 1, "--resume", "auto", "--output",
-        "run", "--warmup", 0, "--steps",
+        "run", "--warmup", 0, "--eval-batches", 0, "--steps",
     ]  # fmt: skip
     result = train(tmp_path, *command, 1000, "--max-run", "5s")
     assert result.returncode == 143, result.stderr

@@ -56,7 +56,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(folder: Path, output: Path, **given: Any) -> dict[str, Any]:
-    return {"folder": str(folder), "output": str(output), "log_every": 1, "threads": 1} | given
+    short = {"log_every": 1, "threads": 1, "eval_batches": 4}
+    return {"folder": str(folder), "output": str(output)} | short | given
 
 
 def start(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
-
-import pytest
 
 from asyncpipe.runtime.executor.instrumented import Activity, StageMessage
 from asyncpipe.runtime.monitoring.watchdog import RankState, Sighting, describe_stall, usual_cause
@@ -51,10 +50,12 @@ def write_stuck(folder: Path, code: str, stages: int = 2) -> Path:
     return folder
 
 
-def stuck(folder: Path, output: Path, **given: object) -> list[str]:
+def start_stuck(folder: Path, output: Path, **given: object) -> subprocess.Popen[str]:
+    return start(options(folder, output, **(LIMITS | {"data": "clusters"} | given)))
+
+
+def error_lines(process: subprocess.Popen[str]) -> list[str]:
     """The error's lines of a run that gets stuck."""
-    given = LIMITS | {"data": "clusters"} | given
-    process = start(options(folder, output, **given))
     code, _, error = finish(process, limit_s=60)
     assert code == 1, error
     assert "Traceback" not in error
@@ -69,7 +70,8 @@ def test_a_data_loader_that_sleeps_while_ranks_compare_samples_is_named(tmp_path
     write_mlp(tmp_path / "mlp", stages=2)
     (tmp_path / "own.py").write_text(SLEEPY_DATA)
     data = f"{tmp_path / 'own.py'}:samples"
-    first, second = stuck(tmp_path / "mlp", tmp_path / "run", data=data, seed=1)
+    process = start_stuck(tmp_path / "mlp", tmp_path / "run", data=data, seed=1)
+    first, second = error_lines(process)
     assert "reads the data of the first samples, which ranks compare" in first
     assert "usual cause: the data loader, or the disk" in second
 
@@ -78,8 +80,8 @@ def test_a_sleeping_data_loader_is_named_and_its_line_shown(tmp_path: Path) -> N
     write_mlp(tmp_path / "mlp", stages=4)
     (tmp_path / "own.py").write_text(SLEEPY_DATA)
     output = tmp_path / "run"
-    lines = stuck(tmp_path / "mlp", output, data=f"{tmp_path / 'own.py'}:samples", seed=3)
-    first, second = lines
+    data = f"{tmp_path / 'own.py'}:samples"
+    first, second = error_lines(start_stuck(tmp_path / "mlp", output, data=data, seed=3))
     assert first.startswith("error: no progress for 4 s at step ")
     assert "rank 0 reads the data of micro-batch " in first
     assert 'rank 1 waits for the activation "h_0" of micro-batch ' in first
@@ -94,44 +96,44 @@ def test_a_sleeping_data_loader_is_named_and_its_line_shown(tmp_path: Path) -> N
     assert warning.endswith("The run ends after 4 s (--timeout-s).")
 
 
-@pytest.mark.parametrize(
-    ("code", "said", "in_stack"),
-    [
-        ("while True: pass", "rank 1 is in forward of micro-batch ", "while True: pass"),
-        ("re.match('(a+)+b', 'a' * 60)", "rank 1 says nothing for ", "stage_1.py"),
-    ],
-    ids=["in Python", "in C, with the interpreter's lock"],
-)
-def test_a_stage_that_never_ends_is_named(
-    tmp_path: Path, code: str, said: str, in_stack: str
+def test_a_stage_that_never_ends_is_named_in_python_and_with_the_interpreters_lock(
+    tmp_path: Path,
 ) -> None:
-    folder = write_stuck(tmp_path / "mlp", code)
-    limits = {"timeout_s": 6.5} if code.startswith("re") else {}
-    lines = stuck(folder, tmp_path / "run", **limits)
-    assert said in lines[0] and "rank 0 waits for the gradient" in lines[0]
-    assert in_stack in stacks_of(tmp_path / "run", 1)
+    endless = write_stuck(tmp_path / "endless", "while True: pass")
+    locked = write_stuck(tmp_path / "locked", "re.match('(a+)+b', 'a' * 60)")
+    cases = [
+        (endless, {}, "rank 1 is in forward of micro-batch ", "while True: pass"),
+        (locked, {"timeout_s": 6.5}, "rank 1 says nothing for ", "stage_1.py"),
+    ]
+    started = [
+        start_stuck(folder, folder.with_suffix(".run"), **limits) for folder, limits, *_ in cases
+    ]
+    for process, (folder, _, expected, in_stack) in zip(started, cases, strict=True):
+        lines = error_lines(process)
+        assert expected in lines[0] and "rank 0 waits for the gradient" in lines[0]
+        assert in_stack in stacks_of(folder.with_suffix(".run"), 1)
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_stopped_rank_is_named_and_all_are_gone(tmp_path: Path, stopped: int) -> None:
+def test_a_stopped_rank_is_named_and_all_are_gone(tmp_path: Path) -> None:
     write_mlp(tmp_path / "mlp", slow_s=0.01)
-    output = tmp_path / "run"
-    limits = LIMITS | {"timeout_s": 6.5}
-    process = start(options(tmp_path / "mlp", output, data="clusters", **limits))
-    ranks = ranks_of(process, 2, output)
-    os.kill(ranks[stopped], signal.SIGSTOP)
-    code, _, error = finish(process, limit_s=30)
-    assert code == 1
-    first, second = error.strip().splitlines()
-    assert f"rank {stopped} is stopped for " in first
-    assert f"rank {1 - stopped} waits for " in first
-    assert f"kill -CONT {ranks[stopped]}" in second
-    assert_gone(ranks)
+    outputs = [tmp_path / f"run{stopped}" for stopped in (0, 1)]
+    started = [start_stuck(tmp_path / "mlp", output, timeout_s=6.5) for output in outputs]
+    ranks_of_run = [
+        ranks_of(process, 2, output) for process, output in zip(started, outputs, strict=True)
+    ]
+    for stopped, ranks in enumerate(ranks_of_run):
+        os.kill(ranks[stopped], signal.SIGSTOP)
+    for stopped, (process, ranks) in enumerate(zip(started, ranks_of_run, strict=True)):
+        first, second = error_lines(process)
+        assert f"rank {stopped} is stopped for " in first
+        assert f"rank {1 - stopped} waits for " in first
+        assert f"kill -CONT {ranks[stopped]}" in second
+        assert_gone(ranks)
 
 
 def test_a_run_of_one_process_ends_too(tmp_path: Path) -> None:
     folder = write_stuck(tmp_path / "mlp", "time.sleep(600)")
-    lines = stuck(folder, tmp_path / "run", schedule="single")
+    lines = error_lines(start_stuck(folder, tmp_path / "run", schedule="single"))
     assert "rank 0 is in forward of micro-batch " in lines[0] and "(stage 1)" in lines[0]
     assert "time.sleep(600)" in stacks_of(tmp_path / "run", 0)
 

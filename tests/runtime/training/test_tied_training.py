@@ -52,6 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, output: Path, **given: Any) -> list[dict[str, Any]]:
     """The lines of the metrics of a run of both stages on one rank."""
     usual = {"schedule": "async-1f1b", "ranks": 1, "micro_batches": 1, "steps": 10, "threads": 1}
+    usual["eval_batches"] = 4
     run(Settings(folder=str(folder), output=str(output), **usual | given), FACTORY)
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
