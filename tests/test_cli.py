@@ -82,7 +82,7 @@ def test_help_answers_at_once_and_imports_neither_torch_nor_transformers() -> No
         "with contextlib.suppress(SystemExit): cli.{0}()\n"
         "assert not {{'torch', 'transformers', 'networkx'}} & set(sys.modules)"
     )
-    for command in ("partition", "train", "inspect", "compare", "info", "view"):
+    for command in ("partition", "train", "inspect", "compare", "info", "view", "comm"):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         result = subprocess.run(
             [sys.executable, "-c", check.format(command)], capture_output=True, text=True

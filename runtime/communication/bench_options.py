@@ -72,8 +72,8 @@ class BenchOptions:
     support: bool = option(
         False,
         Flag(),
-        "Time nothing; try all operations with all dtypes and reductions, and print which of them "
-        "this backend supports.",
+        "Time nothing; try the operations with all dtypes and reductions, and print which of them "
+        "the backend supports.",
     )
     trace: str | None = option(
         None, path("trace.json"), "Write a trace for ui.perfetto.dev to this file."
