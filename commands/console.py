@@ -92,6 +92,8 @@ def print_run_comparison(console: Console, comparison: RunComparison) -> None:
     """Prints the results of the runs and their differences."""
     for table in comparison.tables:
         print_table(console, table)
+    for sentence in comparison.sentences:
+        print_words(console, f"{escape(sentence)}\n")
 
 
 def print_page(console: Console, page: Path) -> None:

@@ -25,7 +25,9 @@ _logs = partial(option, group=LOGGING)
 _computes = partial(option, group=DEVICES)
 _launches = partial(option, group=LAUNCH)
 
-TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "mpi")
+LEFT_OUT = "none"
+"""The transport that carries nothing."""
+TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "mpi", LEFT_OUT)
 
 _UNITS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _FORM = re.compile("".join(rf"(?:(\d+){unit})?" for unit in _UNITS))
@@ -259,8 +261,11 @@ class ExecutionOptions:
     transport: str = _launches(
         "auto",
         Choice(TRANSPORTS),
-        "Transport of boundary tensors; auto selects the fastest that works here.",
+        "Transport of boundary tensors; auto selects the fastest that works here. none leaves the "
+        "network out, to measure the computation alone: ranks make these tensors themselves, "
+        "losses are meaningless, and no weights are written.",
         on_resume="ignored",
+        changes_losses=True,
     )
     interface: str | None = _launches(
         None,
@@ -349,6 +354,11 @@ class ExecutionOptions:
     quiet: bool = _logs(
         False, Flag(), "Print errors only.", scope="call", compared=True, short="-q"
     )
+
+    @property
+    def has_network(self) -> bool:
+        """False when ranks exchange no tensors and no gradients."""
+        return self.transport != LEFT_OUT
 
     @property
     def max_run_s(self) -> int | None:

@@ -75,7 +75,7 @@ def resolve(
             f"{plan.name} returns no loss and names no criterion.",
             "--criterion cross_entropy, or mse, or my_file.py:function",
         )
-    settings = _evaluations(settings, plan)
+    settings = _evaluations(_without_network(settings), plan)
     with_recompute(plan, settings.recompute)
     _check_batch_norm(settings, plan)
     task = find_task(plan, criterion=criterion, architecture=architecture)
@@ -103,6 +103,27 @@ def resolve(
     check_precision(config)
     check_methods(config, plan)
     return config, task
+
+
+_OF_TRAINED_WEIGHTS = (
+    *("resume", "save_every", "save_to", "export_hf", "eval_every", "metric", "callbacks"),
+    "check_replicas",
+)
+"""The options that keep, judge or compare what training made of the weights."""
+
+
+def _without_network(settings: Settings) -> Settings:
+    """Without a network nothing is evaluated, and no option may ask for weights."""
+    if settings.has_network:
+        return settings
+    for name in _OF_TRAINED_WEIGHTS:
+        if value := getattr(settings, name):
+            raise SettingsError(
+                f"{typed(name, value)}, but under --transport {settings.transport} weights are "
+                "meaningless, and none are kept.",
+                "Leave one of them out.",
+            )
+    return replace(settings, eval_batches=0)
 
 
 def _evaluations(settings: Settings, plan: Plan) -> Settings:
@@ -150,7 +171,8 @@ def batch_identity(config: RunConfig, task: Task) -> str:
         )
     elif not batch.is_even:
         product += f" - {size - batch.sizes[-1]} in the last micro-batch of the last"
-    last = f"; {config.left_over} in the last step" if config.left_over else ""
+    left = config.left_over
+    last = f"; {left} in the last step, which counts in proportion" if left else ""
     return f"{batch.samples} {task.unit} per step = {product}{last}"
 
 

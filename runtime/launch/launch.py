@@ -64,6 +64,11 @@ def run(
         remember(settings.folder)
     has_one_rank = job.config.schedule == "single" or job.config.ranks == 1
     alone = has_one_rank and job.config.replicas == 1
+    if alone and not settings.has_network:
+        raise SettingsError(
+            "--transport none, but the run has 1 process: there is no network to leave out.",
+            "Leave it out, or give more ranks.",
+        )
     if settings.dry_run:
         _show(job, reporter_factory(reporter)(job.config))
         return job.folder

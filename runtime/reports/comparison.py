@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from .measures import (
     title_of,
     versions_of,
 )
+from .network_cost import NetworkCost, network_costs
 from .rendering import in_script, render, write_page
 
 
@@ -68,6 +69,16 @@ class RunComparison:
         """The results, and the differences."""
         columns = (Column("", "text"), *map(Column, self.names))
         return Table(columns, self.rows), Table(columns, self.differences)
+
+    @property
+    def costs(self) -> tuple[NetworkCost, ...]:
+        """What communication costs, where runs differ in having a network."""
+        return network_costs(self.runs, self.names)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The costs in words."""
+        return tuple(map(str, self.costs))
 
 
 def compare(folders: Sequence[Path]) -> RunComparison:
@@ -115,6 +126,9 @@ def as_json(comparison: RunComparison) -> str:
             for run in runs
         ],
         "differences": {name: cells for name, *cells in comparison.differences},
+        "communication": [
+            asdict(cost) | {"communication_ms": cost.communication_ms} for cost in comparison.costs
+        ],
     }
     return json.dumps(plain, indent=1, default=str)
 
@@ -241,6 +255,7 @@ def comparison_values(comparison: RunComparison) -> dict[str, Any]:
         drawn=comparison.names[:_MOST],
         charts=[drawn for drawn in charts if drawn is not None],
         results=results,
+        sentences=comparison.sentences,
         differences=differences,
     )
 

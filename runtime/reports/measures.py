@@ -312,10 +312,15 @@ def title_of(run: RunRecords) -> str:
     return "/".join(run.folder.resolve().parts[-2:])
 
 
+def is_without_network(run: RunRecords) -> bool:
+    """True for a run with `--transport none`."""
+    return run.config.get("transport") == "none"
+
+
 def status_of(run: RunRecords) -> str:
     """How the run ended, as far as it is recorded."""
     if run.end:
-        return f"✓ {run.last_step} steps"
+        return f"✓ {run.last_step} steps" + ", network left out" * is_without_network(run)
     steps = number(run.config, "steps")
     of = f" of {steps:g}" if math.isfinite(steps) else ""
     how = "ended after" if run.failure else "not at its end:"

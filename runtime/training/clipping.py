@@ -343,12 +343,14 @@ class Finite:
 
     def __init__(self, config: RunConfig, *, has_own: bool = False) -> None:
         self._config, self._has_own = config, has_own
+        # Without a network, numbers mean nothing and may be infinite.
+        self._is_finite = math.isfinite if config.has_network else lambda number: True
         self._norm = ""
         self._step = 0
         self.loss = math.nan
 
     def check_loss(self, step: int, loss: float) -> None:
-        if not math.isfinite(loss):
+        if not self._is_finite(loss):
             last = f" (it was {self.loss:.3f} at step {self._step}{self._norm})"
             raise LossError(
                 f"the loss is {loss} at step {step}{last if self._step else ''}. Stopped.",
@@ -359,7 +361,7 @@ class Finite:
     def check_norm(self, step: int, norm: float, by_stage: Mapping[int, float]) -> None:
         """Checks the norm of all gradients in question; `by_stage` identifies the stages at fault.
         Raises LossError for one that is not finite."""
-        if not math.isfinite(norm):
+        if not self._is_finite(norm):
             wrong = [str(stage) for stage, own in by_stage.items() if not math.isfinite(own)]
             stages = f"stage{'s' if len(wrong) > 1 else ''} {', '.join(wrong)}"
             raise LossError(
@@ -375,7 +377,7 @@ class Finite:
         self._norm = f", the gradient norm of this rank's stages {norm:.2g} at step {step}"
 
     def check_scale(self, step: int, scale: float) -> None:
-        if scale < 1:
+        if scale < 1 and self._config.has_network:
             raise LossError(
                 f"gradients overflow in float16 at step {step}, although the loss scale is "
                 "down to 1. Stopped.",

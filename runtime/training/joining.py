@@ -92,6 +92,11 @@ def joined_job(
         **{"clip": None if "optimizer" in options else 0.0, **options},
     )
     settings = _for_existing_ranks(settings, find_rank_info_of(settings))
+    if not settings.has_network:
+        raise SettingsError(
+            "--transport none is for asyncpipe-train, which keeps no weights without a network.",
+            'transport="auto"',
+        )
     config, task = resolve(settings, planned, architecture=architecture_of(folder))
     job = Job(config, task, planned, Path(folder), code_hashes(folder))
     info = find_rank_info_of(settings)

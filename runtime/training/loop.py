@@ -231,18 +231,10 @@ class _Run:
     def end(self) -> None:
         """Writes the weights, exports them if requested, and reports the end of the run. Afterwards
         raises SharedParameterError if the holders of a tied parameter differ."""
-        setup, world = self._setup, self._world
+        setup = self._setup
         difference = self._compare_shared()
-        with self._executor.eval_weights():
-            save_weights(
-                self._plan,
-                self._config,
-                setup.job.folder,
-                self._modules,
-                self._unused,
-                world,
-                self._activities,
-            )
+        if self._config.has_network:
+            self._save_weights()
         report_end(
             setup,
             self._steps.current,
@@ -257,8 +249,22 @@ class _Run:
                 "options of this run; where hosts differ in their processors, use hosts alike.",
             )
 
+    def _save_weights(self) -> None:
+        with self._executor.eval_weights():
+            save_weights(
+                self._plan,
+                self._config,
+                self._setup.job.folder,
+                self._modules,
+                self._unused,
+                self._world,
+                self._activities,
+            )
+
     def _compare_shared(self) -> str | None:
         """The message about tied parameters that differ between stages; warns once."""
+        if not self._config.has_network:
+            return None
         with self._activities.during(Activity("meet", "the checksums of shared parameters")):
             difference = find_difference(self._plan, self._modules, self._world)
         if difference is not None and self._difference is None and self._reporter is not None:
@@ -331,6 +337,8 @@ class _Run:
         )
 
     def _save(self, step: int) -> None:
+        if not self._config.has_network:
+            return
         self._drain(step)  # so that a resumed run has the records up to this step
         self._compare_shared()
         evaluated = self._evaluated

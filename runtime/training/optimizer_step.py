@@ -389,7 +389,7 @@ class OptimizerStepper(ActionObserver):
         with self.activities.during(Activity("other", "reports a step to rank 0")):
             figures = figures_of(
                 spent,
-                sent + Counter(exchanged),
+                sent + Counter(exchanged) if self._config.has_network else {},
                 self._stages,
                 step=version,
                 loss=self._finite.loss * self._part if losses else math.nan,

@@ -44,6 +44,7 @@ from ..schedule.builders import AUTO
 from ..schedule.schedule import Schedule
 from ..staleness import parse
 from ..transports.choose import TransportChoice
+from ..transports.left_out import WITHOUT_NETWORK
 from .batches import Data
 from .data_warnings import tokenizer_warning
 from .remeasure import when_measured
@@ -160,6 +161,8 @@ def announce(
 ) -> None:
     """Reports the setup of the run, with warnings of legal but probably unintended options."""
     config, plan = job.config, job.plan
+    if not config.has_network:
+        reporter.on_warning(WITHOUT_NETWORK)
     facts = [
         ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
         ("ranks", describe_ranks(grid_of(schedule, config.replicas), transport, machine)),
@@ -266,16 +269,15 @@ def replicas_warning(plan: Plan, replicas: int) -> str:
 def describe_data(data: Data, plan: Plan, schedule: Schedule, config: RunConfig) -> str:
     """The data, and the ranks that read inputs and labels."""
     labels = "labels" if plan.loss is not None else "targets"
-    ranks = range(len(schedule.ranks))
     inputs, answers = [], []
-    for rank in ranks:
+    for rank in range(len(schedule.ranks)):
         own = schedule.stages_of(rank)
         read = set(needed_inputs(plan, own, criterion=config.criterion is not None))
         if read - {"labels", TARGET}:
             inputs.append(str(rank))
         if read & {"labels", TARGET}:
             answers.append(str(rank))
-    if len(ranks) == 1 or not answers:
+    if len(schedule.ranks) == 1 or not answers:
         return data.description
     return f"{data.description} · {_readers(inputs)} inputs, {_readers(answers)} {labels}"
 
@@ -320,8 +322,6 @@ def _when_drained(config: RunConfig) -> str:
     text = f"drained at {borders}{often}"
     if first := steps_of_start(config):
         text += f"; synchronous 1f1b for the first {counted(first, 'step')}"
-    if config.left_over:
-        text += "; the last step is smaller, with a proportionally smaller weight"
     return text
 
 
@@ -436,7 +436,7 @@ def report_end(
             step_ms=watch.step_ms,
             simulated_step_ms=forecast.step_ms if forecast else None,
             output=str(folder),
-            weights=str(folder / "weights"),
+            weights=str(folder / "weights") if config.has_network else "",
             exported=config.export_hf,
             trace=traced[0] if traced else None,
             staleness=watch.staleness,

@@ -17,11 +17,11 @@ from ..checkpoint.remote import initial_weights
 from ..checkpoint.resuming import candidates, keep_records_until
 from ..checkpoint.storage import check_exportable
 from ..config.batch_layout import StepBatch
-from ..config.execution_options import ExecutionOptions
+from ..config.execution_options import LEFT_OUT, ExecutionOptions
 from ..config.mixed_precision import find_boundary_dtypes
 from ..config.resolve import costs_at_sizes, gpu_of_rank, sized_plan
 from ..config.segments import make_segment
-from ..config.settings import RunConfig, Settings
+from ..config.settings import RunConfig, Settings, SettingsError
 from ..data.task import GIVEN, Task
 from ..distributed.failure import RankFolder
 from ..distributed.process_groups import SharedStore, World
@@ -61,6 +61,11 @@ def agree_on_transport(world: World, options: ExecutionOptions, device: str) -> 
     Raises TransportError, on all of them, for a transport that cannot work there.
     """
     name = world.text_of_first(options.transport)
+    if (name == LEFT_OUT) != (not options.has_network):
+        raise SettingsError(
+            f"rank 0 has --transport {name}, but rank {world.rank} {options.transport}.",
+            "Give all ranks the same.",
+        )
     places = world.gathered(whereabouts(torch.device(device)))
     own = [places[rank] for rank in world.grid.pipeline_of(world.rank)]
     return choose(name, find_circumstances(world.pipeline_group, own))
@@ -69,11 +74,12 @@ def agree_on_transport(world: World, options: ExecutionOptions, device: str) -> 
 def group_of_gradients(
     world: World, options: ExecutionOptions, device: str
 ) -> dist.ProcessGroup | None:
-    """The group of the ranks with the same stages, which sum gradients; None without replicas.
+    """The group of the ranks with the same stages, which sum gradients; None without replicas, and
+    without a network.
 
     Uses NCCL if each rank has a GPU of its own. Collective.
     """
-    if world.grid.most_copies == 1:
+    if world.grid.most_copies == 1 or not options.has_network:
         return None
     places = world.gathered_from_copies(whereabouts(torch.device(device)))
     is_able = have_own_gpus(places) and all(text[16] for text in places)

@@ -15,12 +15,14 @@ from ..config.asynchronous_options import delays_of
 from ..config.batch_layout import StepBatch
 from ..config.mixed_precision import precision_of
 from ..config.segments import RunSegment, schedule_of
+from ..config.settings import RunConfig
 from ..executor.compiled import compile_stage
 from ..executor.executor import Executor
 from ..executor.loading import load_stage
 from ..executor.observed_transport import ObservedTransport
 from ..executor.run import Feed, RunOptions
 from ..monitoring.gather import RankFigures
+from ..plan.plan import Plan
 from ..schedule.schedule import Schedule
 from ..tensor_files import dtype_of
 from .evaluation import find_criterion
@@ -50,15 +52,18 @@ class TrainedStages:
         after_step: Callable[[int], None] | None = None,
         own: OwnOptimizer | None = None,
     ) -> None:
-        self.config, self.plan, self._world = setup.job.config, setup.job.plan, setup.world
+        self.config, self.plan = setup.job.config, setup.job.plan
         self._schedules: dict[RunSegment, Schedule] = {}
         self.modules = load_stages(setup)
         self.executor = make_executor(setup, self.modules, self.config.methods)
+        world = setup.world
+        if not self.config.has_network:
+            world = replace(world, control=None, tied_groups={})
         self.stepper = OptimizerStepper(
-            self.plan,
+            _exchanged(self.plan, self.config),
             self.modules,
             self.config,
-            setup.world,
+            world,
             report,
             lr_scale=self.executor.lr_scale,
             activities=setup.activities,
@@ -100,6 +105,11 @@ class TrainedStages:
         yield from self.executor.paused(schedule, feed, **options)
 
 
+def _exchanged(plan: Plan, config: RunConfig) -> Plan:
+    """The plan, without a network without tied parameters: each holder steps its own."""
+    return plan if config.has_network else replace(plan, shared=())
+
+
 def load_stages(setup: Setup) -> dict[int, nn.Module]:
     """The stages of this rank by number, on its device, in training mode."""
     config, world = setup.job.config, setup.world
@@ -128,7 +138,7 @@ def make_executor(setup: Setup, modules: Mapping[int, nn.Module], staleness: str
     if criterion is None and config.criterion:
         criterion = find_criterion(config.criterion, config.seed)
     return Executor(
-        plan,
+        _exchanged(plan, config),
         modules,
         ObservedTransport(
             transport, setup.activities, first_rank=world.grid.first_of(world.replica)

@@ -7,7 +7,7 @@
 
 CUDA IPC, which `shm` takes between GPUs, is not a default until it has been measured on some.
 `mpi` is taken when it is asked for: it carries tensors between hosts faster than gloo does, but
-only ranks that mpiexec started have it.
+only ranks that mpiexec started have it. `none`, which carries nothing, is for measurements.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ..errors import TransportError
 from .gloo import GlooTransport
+from .left_out import LeftOutTransport
 from .mpi import MpiTransport, check_world, load_mpi
 from .nccl import Lane, NcclTransport
 from .peers import obstacle
@@ -62,6 +63,8 @@ def choose(name: str, where: Circumstances) -> TransportChoice:
     """
     if name == "auto":
         return _fastest(where)
+    if name == "none":
+        return TransportChoice(name, "the network is left out")
     if refusal := _refusal(name, where):
         raise TransportError(f"--transport {name}: {refusal}", "--transport auto")
     return TransportChoice(name if where.ranks > 1 else "local")
@@ -142,6 +145,8 @@ def open_transport(
     one pipeline each, and every rank is in one."""
     if group is None or name == "local":
         return LocalHub(1).transport(0)
+    if name == "none":
+        return LeftOutTransport(dist.get_rank(group), torch.device(device))
     if name == "nccl":
         return NcclTransport(lanes, group, timeout_s=timeout_s, device=device)
     if name == "mpi":
