@@ -31,7 +31,7 @@ class TrainKeywords(PipelineKeywords, total=False):
     metric: str | None
     early_stop: int
     callbacks: str | None
-    remainder: str
+    remainder: str | None
     global_batch_size: int | None
     criterion: str | None
     check_replicas: int

@@ -90,6 +90,7 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ("runtime.monitoring.records", "StepRecord"),
             ("runtime.monitoring.records", "EvalRecord"),
             ("runtime.monitoring.records", "Summary"),
+            ("runtime.monitoring.records", "Pace"),
             ("runtime.monitoring.records", "StalenessSummary"),
             ("runtime.monitoring.idle", "RankTime"),
             ("runtime.monitoring.idle", "IdleSplit"),

@@ -223,6 +223,7 @@ class Pace:
 
     @property
     def epoch_per_s(self) -> float:
+        """The quotient."""
         return self.epochs / self.seconds if self.seconds else 0.0
 
 
