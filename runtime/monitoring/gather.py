@@ -17,8 +17,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,10 +98,11 @@ class RankFigures:
         return [*astuple(self)[:_NAMED], *self.sent, *self.stage_s]
 
     @classmethod
-    def of_list(cls, values: Sequence[float]) -> RankFigures:
+    def of_list(cls, values: Sequence[Any]) -> RankFigures:
         """The inverse of `to_list`."""
         end = _NAMED + len(PURPOSES)
-        return cls(*values[:_NAMED], sent=tuple(values[_NAMED:end]), stage_s=tuple(values[end:]))
+        own = cls(*values[:_NAMED])
+        return replace(own, sent=tuple(values[_NAMED:end]), stage_s=tuple(values[end:]))
 
 
 _NAMED = len(fields(RankFigures)) - 2

@@ -52,11 +52,11 @@ class TrainedStages:
         after_step: Callable[[int], None] | None = None,
         own: OwnOptimizer | None = None,
     ) -> None:
-        self.config, self.plan = setup.job.config, setup.job.plan
+        self.config, self.plan, self._world = setup.job.config, setup.job.plan, setup.world
         self._schedules: dict[RunSegment, Schedule] = {}
         self.modules = load_stages(setup)
         self.executor = make_executor(setup, self.modules, self.config.methods)
-        world = setup.world
+        world = self._world
         if not self.config.has_network:
             world = replace(world, control=None, tied_groups={})
         self.stepper = OptimizerStepper(

@@ -220,7 +220,8 @@ class Watch:
 
     def _a_step(self, rank: int, part: str) -> float:
         """The seconds of a part in a step of the rank, since the last logged one."""
-        return sum(getattr(step[rank], part) for step in self._interval) / len(self._interval)
+        seconds = [float(getattr(step[rank], part)) for step in self._interval]
+        return sum(seconds) / len(seconds)
 
     def _share_of(self, rank: int, part: str) -> float:
         """The share of a part in the rank's time, since the last logged step."""
