@@ -1,6 +1,6 @@
 """The table of a comparison -> its plot, an SVG, and its page.
 
-Both have the loss against steps and against simulated time. Lines are means over seeds, bands reach
+Both have the loss against steps and against predicted time. Lines are means over seeds, bands reach
 from the lowest to the highest; colors distinguish methods.
 """
 
@@ -82,7 +82,7 @@ def _charts(drawn: Sequence[MethodRow], ends: Ends, loss: str) -> list[Chart]:
     by_time = [_series(row, [end * per_ms for end in ends(row.runs[0])]) for row in drawn]
     charts = (
         _chart(f"{loss} over optimizer steps", by_step, "step", "step"),
-        _chart(f"{loss} over simulated time", by_time, unit, f"{name}, one device per stage"),
+        _chart(f"{loss} over predicted time", by_time, unit, f"{name}, one device per stage"),
     )
     return [chart for chart in charts if chart is not None]
 
