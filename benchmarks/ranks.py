@@ -58,7 +58,7 @@ def worker(
     warm_up: int,
     steps: int,
     turn: Any,
-    told: Any,
+    measurements: Any,
 ) -> None:
     """One rank: warm-up steps, then `steps` that count, each when it is the turn of the ranks."""
     torch.set_num_threads(1)
@@ -99,7 +99,7 @@ def worker(
     all_ranks: list[Any] = [None] * ranks
     dist.all_gather_object(all_ranks, median | {"peak_bytes": peak_bytes() - before})
     if rank == 0:
-        told.put(all_ranks)
+        measurements.put(all_ranks)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -146,7 +146,7 @@ def run(
     """The measurements of each rank of a generated folder; calls `between` before steps that
     count."""
     context = mp.get_context("spawn")
-    told = context.SimpleQueue()
+    measurements = context.SimpleQueue()
     ranks = len(read_plan(folder).stages)
     turn = context.Barrier(1 + ranks, timeout=TIMEOUT_S)
     with tempfile.TemporaryDirectory() as temporary:
@@ -154,7 +154,17 @@ def run(
         processes = [
             context.Process(
                 target=worker,
-                args=(rank, folder, rendezvous, inputs, micro_batches, warm_up, steps, turn, told),
+                args=(
+                    rank,
+                    folder,
+                    rendezvous,
+                    inputs,
+                    micro_batches,
+                    warm_up,
+                    steps,
+                    turn,
+                    measurements,
+                ),
             )
             for rank in range(ranks)
         ]
@@ -165,7 +175,7 @@ def run(
                 between()
             turn.wait()  # They begin.
             turn.wait()  # They are done.
-        measured: list[dict[str, float]] = told.get()
+        measured: list[dict[str, float]] = measurements.get()
         for process in processes:
             process.join()
     return measured

@@ -50,12 +50,12 @@ def test_every_name_and_every_member_has_a_text() -> None:
 
 def test_every_parameter_of_an_exported_function_has_a_text() -> None:
     for module, name in (pair for _, _, names in SCRIPT["SECTIONS"] for pair in names):
-        thing = SCRIPT["parsed"](module)[name]
-        if name in asyncpipe.__all__ and thing.is_function:
+        member = SCRIPT["parsed"](module)[name]
+        if name in asyncpipe.__all__ and member.is_function:
             named = {
                 each
-                for text in SCRIPT["paragraphs_of"](thing)
+                for text in SCRIPT["paragraphs_of"](member)
                 for names, _ in SCRIPT["named_lines"](text)
                 for each in names
             }
-            assert {parameter.name for parameter in thing.parameters} == named, name
+            assert {parameter.name for parameter in member.parameters} == named, name

@@ -110,10 +110,10 @@ def run_shown(document: Path, line: str, command: list[str], folder: Path) -> No
     stdout, stderr = process.communicate(timeout=300)
     result = subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
     expected = int(line.rpartition("# exit code ")[2]) if "# exit code " in line else 0
-    told = f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
-    assert result.returncode == expected, told
+    transcript = f"{shlex.join(command)}\n{result.stdout}\n{result.stderr}"
+    assert result.returncode == expected, transcript
     if expected:
-        assert f"```text\n{result.stderr}```" in document.read_text(), told
+        assert f"```text\n{result.stderr}```" in document.read_text(), transcript
 
 
 def test_every_make_target_shown_exists() -> None:

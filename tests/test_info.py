@@ -34,10 +34,10 @@ def test_all_sections_are_told_as_text_and_as_json(
 ) -> None:
     monkeypatch.setattr(info, "_mpi", lambda: "MPI of a test")
     assert ask(monkeypatch, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert list(told) == SECTIONS
-    assert told["versions"]["torch"] == torch.__version__
-    assert told["links"] and "loopback" in json.dumps(told["links"])
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed) == SECTIONS
+    assert printed["versions"]["torch"] == torch.__version__
+    assert printed["links"] and "loopback" in json.dumps(printed["links"])
     assert ask(monkeypatch, "--ranks", "2") == 0
     text = capsys.readouterr().out
     assert all(section in text for section in SECTIONS) and torch.__version__ in text
@@ -66,14 +66,14 @@ def test_what_cannot_be_found_out_is_told_and_the_rest_too(
 def test_mpi_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mpi4py")
     monkeypatch.setenv("PMI_RANK", "3")  # as of somebody's job
-    told = info._mpi()
+    printed = info._mpi()
     try:
         load_mpi()
     except TransportError:
-        assert "MPI does not start" in told
+        assert "MPI does not start" in printed
     else:
-        assert "thread level MULTIPLE" in told
-        assert told.split()[0] in ("MPICH", "Open", "Intel(R)")
+        assert "thread level MULTIPLE" in printed
+        assert printed.split()[0] in ("MPICH", "Open", "Intel(R)")
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,12 @@ def test_a_run_writes_through_no_link_that_leads_out_of_its_folder(
     target = {"file": away / "file", "folder": away, "nothing": away / "new"}[kind]
     put_link(run / name, target)
     options = ("made", "--resume", str(run), "--steps", "4", "-q")
-    told = error_of(run_of, "train", *options)
+    message = error_of(run_of, "train", *options)
     refused = (
         f"error: {run}/{name} is a link to {target}, outside of the folder, and nothing is written "
         "through such links.\nRemove the link, or name another folder with --output.\n"
     )
-    assert told == refused or "checkpoint" in told  # of which a part is not there
+    assert message == refused or "checkpoint" in message  # of which a part is not there
     command(run_of, "train", "report", str(run))
     assert [path.name for path in away.iterdir()] == ["file"]
     assert (away / "file").read_text() == "mine"
@@ -100,8 +100,10 @@ def test_an_export_copies_no_file_that_a_generated_folder_only_leads_to(
     away = outside(tmp_path / "outside")
     write_text(tmp_path / "theirs")
     make(away / "file", tmp_path / "theirs" / "hf" / "tokens.json")
-    told = error_of(tmp_path, "train", "export", "theirs", "exported")
-    assert told.startswith("error: theirs/hf/tokens.json is not a file, and only files are copied.")
+    message = error_of(tmp_path, "train", "export", "theirs", "exported")
+    assert message.startswith(
+        "error: theirs/hf/tokens.json is not a file, and only files are copied."
+    )
     assert not (tmp_path / "exported").exists()
 
 
@@ -109,8 +111,8 @@ def test_a_generated_folder_that_is_a_link_is_not_replaced(tmp_path: Path) -> No
     (tmp_path / "away").mkdir()
     (tmp_path / "made").symlink_to(tmp_path / "away")
     model = ("--model", "mlp", "--stages", "2", "--profile", "analytic", "--output", "made")
-    told = error_of(tmp_path, "partition", *model, "--force")
-    assert told.startswith(f"error: made is a link to {tmp_path}/away. Nothing was changed.\n")
+    message = error_of(tmp_path, "partition", *model, "--force")
+    assert message.startswith(f"error: made is a link to {tmp_path}/away. Nothing was changed.\n")
     assert not any((tmp_path / "away").iterdir())
 
 

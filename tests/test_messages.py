@@ -70,8 +70,8 @@ def test_what_is_told_elsewhere_is_tested_there(module: str, name: str) -> None:
 
 def test_e5_what_does_not_fit_is_told_with_what_would(folder: Path) -> None:
     model = ["--model", "mlp", "--meta", "--stages", "2", "--memory-limit", "100KB"]
-    told = error_of(folder, "partition", *model)
-    assert re.search(r"no 2-stage plan fits .* per device: the best needs .* on stage \d", told)
+    printed = error_of(folder, "partition", *model)
+    assert re.search(r"no 2-stage plan fits .* per device: the best needs .* on stage \d", printed)
 
 
 def test_e9_more_ranks_than_gpus_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,21 +85,21 @@ def test_e9_more_ranks_than_gpus_are_refused(folder: Path, monkeypatch: pytest.M
 
 def test_e10_a_batch_that_does_not_divide_names_its_neighbours(folder: Path) -> None:
     batch = ["--global-batch-size", "100", "--micro-batch-size", "8", "--micro-batches", "3"]
-    told = error_of(folder, "train", "text", *batch)
-    assert "global batch 100 = micro-batches × size × replicas has no answer" in told
-    assert "Nearest: --global-batch-size" in told
+    printed = error_of(folder, "train", "text", *batch)
+    assert "global batch 100 = micro-batches × size × replicas has no answer" in printed
+    assert "Nearest: --global-batch-size" in printed
 
 
 def test_e11_few_micro_batches_are_warned_of(folder: Path) -> None:
-    told = command(folder, "train", "mlp4", "--micro-batches", "2", "--dry-run").out
+    printed = command(folder, "train", "mlp4", "--micro-batches", "2", "--dry-run").out
     assert (
         "with 2 micro-batches, 1f1b leaves 4 ranks idle 60% of the time. Use --micro-batches 16"
-    ) in told
+    ) in printed
 
 
 def test_e12_a_sequence_longer_than_the_plan_names_the_command(folder: Path) -> None:
-    told = error_of(folder, "train", "text", "--seq", "64")
-    assert told == (
+    printed = error_of(folder, "train", "text", "--seq", "64")
+    assert printed == (
         "error: --seq 64, but the plan was made for 32 tokens.\n"
         "asyncpipe-partition --model tiny_text --stages 2 --seq 64\n"
     )
@@ -108,8 +108,8 @@ def test_e12_a_sequence_longer_than_the_plan_names_the_command(folder: Path) -> 
 def test_e13_tokens_of_another_tokenizer_are_named(folder: Path) -> None:
     np.arange(40_000, 42_000, dtype="<u2").tofile(folder / "data.bin")
     (folder / "data.bin.json").write_text('{"dtype": "uint16", "tokenizer": "llama3"}')
-    told = error_of(folder, "train", "text", "--data", "data.bin", "--schedule", "single")
-    assert told == (
+    printed = error_of(folder, "train", "text", "--data", "data.bin", "--schedule", "single")
+    assert printed == (
         "error: token id 41999 in data.bin, but the model has 256 rows in wte. The data was made "
         "with another tokenizer (its header says: llama3).\n"
         "Tokenize it with the model's own, or partition a model with more rows.\n"
@@ -144,8 +144,8 @@ def test_e17_a_port_that_another_program_has_is_named(folder: Path) -> None:
         other.bind(("", 0))
         other.listen()
         port = other.getsockname()[1]
-        told = joining(folder, 0, port=port)
-    assert (told.returncode, told.stderr) == (
+        printed = joining(folder, 0, port=port)
+    assert (printed.returncode, printed.stderr) == (
         1,
         f"error: rank 0 cannot open 127.0.0.1:{port}: another program has this port.\n"
         f"Give --master-port {port + 1}, the same on all hosts.\n",
@@ -156,14 +156,14 @@ def test_e17_a_head_that_nobody_reaches_is_told_with_each_address_tried(folder: 
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         port = nobody.getsockname()[1]
-        told = joining(folder, 1, port=port)
+        printed = joining(folder, 1, port=port)
     here = socket.gethostname()
-    assert told.returncode == 1
+    assert printed.returncode == 1
     assert (
         f"error: rank 1 on {here} cannot reach rank 0 at 127.0.0.1:{port} in 3 s (127.0.0.1: "
         "connection refused"
-    ) in told.stderr
-    assert "--master-addr with an address of rank 0's host" in told.stderr
+    ) in printed.stderr
+    assert "--master-addr with an address of rank 0's host" in printed.stderr
 
 
 def test_e19_what_mpirun_says_stands_in_the_documents_with_its_cure() -> None:
@@ -183,8 +183,8 @@ def test_a_hub_that_is_not_reached_is_told_apart_from_a_name_that_is_not_there(
     folder: Path, no_hub: pytest.MonkeyPatch
 ) -> None:
     no_hub.setenv("HF_HUB_OFFLINE", "1")
-    told = error_of(folder, "partition", "--model", "someone/model", "--stages", "2")
-    assert told.startswith(
+    printed = error_of(folder, "partition", "--model", "someone/model", "--stages", "2")
+    assert printed.startswith(
         "error: cannot download someone/model: no network (HF_HUB_OFFLINE set).\n"
         "Planning needs no weights: use --model FOLDER with its config.json"
     )
@@ -202,9 +202,9 @@ def test_a_gated_model_is_told_with_where_to_ask(
         raise OSError("You are trying to access a gated repo.") from GatedRepoError()
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
-    told = error_of(folder, "partition", "--model", "someone/model", "--stages", "2")
-    assert "cannot download someone/model: it is gated" in told
-    assert "https://huggingface.co/someone/model" in told
+    printed = error_of(folder, "partition", "--model", "someone/model", "--stages", "2")
+    assert "cannot download someone/model: it is gated" in printed
+    assert "https://huggingface.co/someone/model" in printed
 
 
 def test_a_model_with_code_of_its_own_is_not_run(folder: Path) -> None:
@@ -215,8 +215,8 @@ def test_a_model_with_code_of_its_own_is_not_run(folder: Path) -> None:
         '{"model_type": "mine", "auto_map": {"AutoConfig": "code.Configuration"}}'
     )
     (own / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
-    told = error_of(folder, "partition", "--model", "./own", "--stages", "2")
-    assert told.startswith(
+    printed = error_of(folder, "partition", "--model", "./own", "--stages", "2")
+    assert printed.startswith(
         "error: ./own needs code from the model repository (trust_remote_code), which is not run.\n"
     )
     assert not (folder / "ran").exists()
@@ -252,9 +252,9 @@ def test_hosts_with_other_versions_are_told_when_they_meet(folder: Path) -> None
     ]
     here = socket.gethostname()
     for process in started:
-        _, told = process.communicate(timeout=60)
+        _, printed = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert told.startswith(
+        assert printed.startswith(
             f"error: rank 1 on {here} has asyncpipe 0.9, rank 0 on {here} has 0.1.0.\n"
-        ), told
-        assert "use one folder and one environment on all hosts" in told
+        ), printed
+        assert "use one folder and one environment on all hosts" in printed

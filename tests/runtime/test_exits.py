@@ -120,8 +120,8 @@ def test_code_that_ends_the_process_is_named_and_the_run_has_failed(
     with FaultyRun(folder, tmp_path / "run", given) as run:
         ended = run.finish()
     assert ended.code == 1, ended.error
-    assert "own.py:11 ended the process (" in ended.told
-    assert ended.told.startswith("error: ") and "Traceback" not in ended.error
+    assert "own.py:11 ended the process (" in ended.first_line
+    assert ended.first_line.startswith("error: ") and "Traceback" not in ended.error
 
 
 @pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)"])
@@ -141,7 +141,7 @@ def test_a_rank_that_ends_in_a_way_that_nobody_sees_is_told(folder: Path, tmp_pa
     with FaultyRun(folder, tmp_path / "run", given) as run:
         ended = run.finish()
     assert ended.code == 1
-    assert ended.told.startswith("error: rank 1 (stage 1) ended with exit code 0 at step ")
+    assert ended.first_line.startswith("error: rank 1 (stage 1) ended with exit code 0 at step ")
 
 
 @pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)", "raise KeyboardInterrupt"])
@@ -189,7 +189,7 @@ def test_a_thread_that_ends_the_process_is_told(folder: Path, tmp_path: Path) ->
     with FaultyRun(folder, tmp_path / "run", given) as run:
         ended = run.finish()
     assert ended.code == 1
-    assert ended.told.endswith("ended the process (os._exit in a thread).")
+    assert ended.first_line.endswith("ended the process (os._exit in a thread).")
 
 
 def test_signals_and_other_processes_end_as_they_did() -> None:

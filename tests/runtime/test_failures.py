@@ -74,7 +74,9 @@ def test_a_rank_that_is_killed_is_named_whatever_it_does(
     with FaultyRun(tmp_path / "mlp", tmp_path / "run", {"steps": 1000}) as started:
         ended = started.finish()
     assert ended.code == 1
-    assert ended.told == f"error: rank {stage} (stage {stage}) was killed by SIGKILL at step 3."
+    assert (
+        ended.first_line == f"error: rank {stage} (stage {stage}) was killed by SIGKILL at step 3."
+    )
     assert "Traceback" not in ended.error
 
 
@@ -86,7 +88,7 @@ def test_ranks_that_are_ended_for_another_do_not_take_it_for_a_wish_to_stop(tmp_
         started.wait_for_step(2)
         started.now()
         ended = started.finish()
-    assert ended.told == "error: rank 1 (stage 1) was killed by SIGKILL at step 3."
+    assert ended.first_line == "error: rank 1 (stage 1) was killed by SIGKILL at step 3."
     assert ended.after_s < SOON_S
 
 
@@ -101,7 +103,7 @@ def test_a_rank_that_is_stopped_is_named_and_ended(
         started.now()
         ended = started.finish()
     assert ended.code == 1 and ended.after_s < 25
-    assert "rank 1 is stopped for " in ended.told
+    assert "rank 1 is stopped for " in ended.first_line
     assert f"kill -CONT {ranks[1]}" in ended.error
 
 
@@ -218,9 +220,12 @@ def test_a_full_disk_is_told(folders: Path, tmp_path: Path) -> None:
                     filler.write(bytes(4096))
             ended = started.finish()
         assert ended.code == 1 and ended.after_s < SOON_S
-        told = re.match(r"error: rank 0 \(stage 0\), step (\d+): ", ended.told)
+        told = re.match(r"error: rank 0 \(stage 0\), step (\d+): ", ended.first_line)
         assert told and int(told[1]) > 2
-        assert "cannot be written: no space left on device (0 bytes of 2.0 MiB free)." in ended.told
+        assert (
+            "cannot be written: no space left on device (0 bytes of 2.0 MiB free)."
+            in ended.first_line
+        )
         assert "--output" in ended.error
 
 
@@ -231,7 +236,7 @@ def test_a_folder_that_cannot_be_made_is_told(where: str, folders: Path, tmp_pat
     with FaultyRun(folders / "mlp", tmp_path / "run", given) as started:
         ended = started.finish()
     assert ended.code == 1
-    assert ended.told.startswith("error: /") and " cannot be written: no" in ended.told
+    assert ended.first_line.startswith("error: /") and " cannot be written: no" in ended.first_line
     assert "--output" in ended.error
 
 
@@ -285,7 +290,7 @@ def test_a_run_that_dies_each_time_ends_after_so_many_restarts(tmp_path: Path) -
     with FaultyRun(tmp_path / "mlp", tmp_path / "run", {"steps": 5, "restarts": 2}) as started:
         ended = started.finish()
     assert ended.code == 1
-    assert ended.told == "error: rank 0 (stage 0) was killed by SIGKILL at step 2."
+    assert ended.first_line == "error: rank 0 (stage 0) was killed by SIGKILL at step 2."
     told = [note.rpartition(" (")[2] for note in notes(tmp_path / "run", "restart")]
     assert told == ["1 of 2).", "2 of 2)."]
 

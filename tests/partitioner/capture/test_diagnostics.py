@@ -37,7 +37,7 @@ class Outer(nn.Module):
 ONES = torch.ones(3, 4)
 
 
-def told(model: nn.Module, **inputs: Any) -> CaptureError:
+def refusal_of(model: nn.Module, **inputs: Any) -> CaptureError:
     with pytest.raises(CaptureError) as caught:
         capture(model, inputs or {"x": ONES}, check=False)
     return caught.value
@@ -85,7 +85,7 @@ VALUES = [
 
 @pytest.mark.parametrize(("work", "text"), VALUES)
 def test_a_line_that_depends_on_values_is_quoted_with_the_ways_out(work: Any, text: str) -> None:
-    error = told(Inner(work))
+    error = refusal_of(Inner(work))
     assert f'"{text}" depends on tensor values' in error.what
     assert f"cannot trace {work.__name__} at " in error.what
     assert "move it into a module of its own" in error.cure and "torch.where" in error.cure
@@ -99,7 +99,7 @@ def test_a_module_of_its_own_is_kept_whole_with_a_note_that_quotes_it(work: Any,
 
 def test_a_module_as_an_argument_of_a_function_is_named_and_its_owner_kept_whole() -> None:
     line = '"return Applied.apply(x, module.linear)" passes a module (Linear) to a function'
-    error = told(Inner(passes_a_module))
+    error = refusal_of(Inner(passes_a_module))
     assert line in error.what and "--leaf" in error.cure
     (note,) = capture(Outer(passes_a_module), {"x": ONES}).notes
     assert note.startswith("Inner is kept as one operation: ") and line in note
@@ -117,7 +117,7 @@ class Sized(nn.Module):
 
 
 def test_a_module_whose_arguments_are_lost_has_to_store_them_before_it_is_a_leaf() -> None:
-    error = told(nn.Sequential(Sized(4), nn.Linear(4, 4)), input=ONES)
+    error = refusal_of(nn.Sequential(Sized(4), nn.Linear(4, 4)), input=ONES)
     assert "store the arguments of Sized.__init__ as attributes of their names" in error.cure
 
 
@@ -131,7 +131,7 @@ def makes_a_list(module: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("work", [loops_over_samples, makes_a_list])
 def test_a_loop_over_the_samples_is_told_with_its_line(work: Any) -> None:
-    error = told(Inner(work))
+    error = refusal_of(Inner(work))
     assert "works for one batch size only: batch would always be 3" in error.what
     assert "loop over samples" in error.cure or "a loop over samples" in error.cure
 
@@ -168,13 +168,13 @@ def registers_a_hook(module: Any, x: Tensor) -> Tensor:
     ],
 )
 def test_what_no_graph_can_hold_is_told_with_its_line(work: Any, text: str) -> None:
-    error = told(Outer(work))
+    error = refusal_of(Outer(work))
     assert text in error.what and "test_diagnostics.py:" in error.what
     assert error.cure
 
 
 def test_inputs_that_forward_does_not_take_are_told_with_what_it_takes() -> None:
-    error = told(Outer(branches), y=torch.randn(3, 4))
+    error = refusal_of(Outer(branches), y=torch.randn(3, 4))
     assert "the example inputs do not fit Outer.forward" in error.what
     assert error.cure == "It takes x: 'Tensor'; given: y."
 
@@ -182,7 +182,7 @@ def test_inputs_that_forward_does_not_take_are_told_with_what_it_takes() -> None
 def test_inputs_of_a_wrong_shape_are_told_with_it_and_nothing_is_logged(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    error = told(nn.Sequential(nn.Linear(4, 4)), input=torch.randn(3, 5))
+    error = refusal_of(nn.Sequential(nn.Linear(4, 4)), input=torch.randn(3, 5))
     assert "must have same reduction dim" in error.what
     assert error.cure == "Does it run on inputs like these? input f32[3, 5]"
     assert capfd.readouterr().err == ""
@@ -193,7 +193,7 @@ def fails(module: Any, x: Tensor) -> Tensor:
 
 
 def test_an_exception_of_the_model_is_told_with_its_line_and_the_inputs() -> None:
-    error = told(Outer(fails))
+    error = refusal_of(Outer(fails))
     assert '"return module.missing(x)" raised AttributeError' in error.what
     assert "x f32[3, 4]" in error.cure and "--leaf Inner" in error.cure
 
@@ -203,7 +203,7 @@ def returns_nothing(module: Any, x: Tensor) -> None:
 
 
 def test_a_forward_that_returns_nothing_is_told() -> None:
-    assert told(Outer(returns_nothing)).what == "Outer.forward returns no tensor."
+    assert refusal_of(Outer(returns_nothing)).what == "Outer.forward returns no tensor."
 
 
 class Cached(nn.Module):
@@ -242,7 +242,7 @@ def test_a_saved_buffer_that_becomes_another_kind_of_tensor_is_told_with_a_cure_
     empty: Tensor, kind: str
 ) -> None:
     model = Cached(empty, persistent=True)
-    error = told(model, x=ONES)
+    error = refusal_of(model, x=ONES)
     assert f"the buffer table ({kind}) by another kind of tensor (float32 [4])" in error.what
     assert "Cached.forward at " in error.what and "call the model once" in error.cure
     model(ONES)
@@ -255,7 +255,7 @@ def test_a_buffer_that_grows_at_each_call_is_told() -> None:
             self.table = torch.cat([self.table, x[0, :1]])
             return self.linear(x + self.table.mean())
 
-    assert "replaces the buffer table" in told(Grows(torch.zeros(1)), x=ONES).what
+    assert "replaces the buffer table" in refusal_of(Grows(torch.zeros(1)), x=ONES).what
 
 
 class Weighted(nn.Module):

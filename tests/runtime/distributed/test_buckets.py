@@ -75,10 +75,10 @@ def test_gradients_are_summed_and_their_buckets_begin_as_early_as_they_can(
 ) -> None:
     ranks = run_processes(3, sum_chain, is_expected)
     expected = gradients_of(chain(), 3)
-    for told in ranks:
-        assert told["moments"] == ["backward" if is_expected else "after"] * 2
-        assert told["numbers"] == [2 * WIDTH * WIDTH + 2] * 2
-        for found, first, grad in zip(told["grads"], ranks[0]["grads"], expected, strict=True):
+    for of_ranks in ranks:
+        assert of_ranks["moments"] == ["backward" if is_expected else "after"] * 2
+        assert of_ranks["numbers"] == [2 * WIDTH * WIDTH + 2] * 2
+        for found, first, grad in zip(of_ranks["grads"], ranks[0]["grads"], expected, strict=True):
             torch.testing.assert_close(found, grad, rtol=1e-12, atol=1e-12)
             assert torch.equal(found, first)
 
@@ -150,15 +150,15 @@ def sum_held(rank: int) -> dict[str, Tensor | None]:
 
 
 def test_where_stages_have_replicas_all_holders_of_a_parameter_sum_it_together() -> None:
-    told = run_processes(3, sum_held)
+    of_ranks = run_processes(3, sum_held)
     pair, every = gradients_of(chain(2), 2), gradients_of(chain(2), 3)
     alone = chain(2)
     alone(inputs(2)).square().sum().backward()
-    for rank, found in enumerate(told):
+    for rank, found in enumerate(of_ranks):
         expected = pair[0] if rank < 2 else alone[0].weight.grad
         torch.testing.assert_close(found["own"], expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found["held"], every[1], rtol=1e-12, atol=1e-12)
-        assert torch.equal(found["held"], told[0]["held"])
+        assert torch.equal(found["held"], of_ranks[0]["held"])
 
 
 class Statistics(nn.Module):
@@ -191,8 +191,8 @@ def test_an_evaluation_reads_the_first_replica_s_buffers_and_training_goes_on_wi
     first, second = run_processes(2, borrow)
     for name, buffer in first[0].items():
         assert torch.equal(second[1][name], buffer) and torch.equal(first[1][name], buffer)
-        for told in (first, second):
-            assert torch.equal(told[2][name], told[0][name])
+        for of_ranks in (first, second):
+            assert torch.equal(of_ranks[2][name], of_ranks[0][name])
     assert not torch.equal(first[0]["mask"], second[0]["mask"])
 
 

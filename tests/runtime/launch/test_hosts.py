@@ -74,13 +74,13 @@ class Started:
         """The exit codes and what was printed."""
         end_s = time.monotonic() + limit_s
         try:
-            told = [p.communicate(timeout=end_s - time.monotonic())[0] for p in self.processes]
+            printed = [p.communicate(timeout=end_s - time.monotonic())[0] for p in self.processes]
         finally:
             for process in self.processes:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.communicate()
-        return [process.returncode for process in self.processes], told
+        return [process.returncode for process in self.processes], printed
 
 
 def train() -> str:
@@ -129,10 +129,10 @@ def test_two_hosts_under_torchrun_make_the_losses_of_one(
 ) -> None:
     with two_hosts() as both:
         command = (str(folder / "generated"), *same_run(tmp_path / "run"))
-        codes, told = Started(*(torchrun(host, *command) for host in both)).finish()
-    assert codes == [0, 0], told
-    assert "4 processes on 2 hosts by torchrun · gloo over eth0" in told[0]
-    assert "ranks 0-1 on h1, 2-3 on h2 · " in told[0]
+        codes, printed = Started(*(torchrun(host, *command) for host in both)).finish()
+    assert codes == [0, 0], printed
+    assert "4 processes on 2 hosts by torchrun · gloo over eth0" in printed[0]
+    assert "ranks 0-1 on h1, 2-3 on h2 · " in printed[0]
     assert losses(tmp_path / "run") == on_one_host
 
 
@@ -151,11 +151,11 @@ def test_replicas_on_two_hosts_make_the_losses_of_one_process(
         given = options(
             tmp_path / "run", steps=5, dtype="float64", clip=0.5, check_replicas=1, **more
         )
-        codes, told = Started(
+        codes, printed = Started(
             *(torchrun(host, str(folder / name), *given) for host in both)
         ).finish()
-    assert codes == [0, 0], told
-    assert told_of_ranks in told[0]
+    assert codes == [0, 0], printed
+    assert told_of_ranks in printed[0]
     one: dict[str, Any] = {"steps": 5, "dtype": "float64", "clip": 0.5, "log_every": 1}
     one |= {"threads": 1, "schedule": "single", "micro_batches": 6, "data": "clusters"}
     one["eval_batches"] = 2
@@ -178,9 +178,9 @@ def test_two_hosts_under_srun_make_the_losses_of_one(
 ) -> None:
     with two_hosts() as both:
         command = (train(), str(folder / "generated"), *same_run(tmp_path / "run"))
-        codes, told = Started(*srun(both, *command)).finish()
-    assert codes == [0] * 4, told
-    assert "4 processes on 2 hosts by srun · gloo over eth0" in told[0]
+        codes, printed = Started(*srun(both, *command)).finish()
+    assert codes == [0] * 4, printed
+    assert "4 processes on 2 hosts by srun · gloo over eth0" in printed[0]
     assert losses(tmp_path / "run") == on_one_host
 
 
@@ -201,9 +201,9 @@ def test_two_hosts_under_mpiexec_make_the_losses_of_one(
         start = (mpiexec(), "-launcher", "ssh", "-launcher-exec", str(remote), "-iface", "eth0")
         command = (train(), str(folder / "generated"), *same_run(tmp_path / "run"))
         ranks = ("-n", "4", "-hosts", "h1:2,h2:2", *command, "--transport", transport, *more)
-        codes, told = Started(both[0].command(*start, *ranks)).finish()
-    assert codes == [0], told
-    assert f"4 processes on 2 hosts by mpirun · {transport} over eth0" in told[0]
+        codes, printed = Started(both[0].command(*start, *ranks)).finish()
+    assert codes == [0], printed
+    assert f"4 processes on 2 hosts by mpirun · {transport} over eth0" in printed[0]
     assert losses(tmp_path / "run") == on_one_host
 
 
@@ -219,7 +219,7 @@ def test_two_hosts_that_are_started_by_hand_make_the_losses_of_one(
     meet = tmp_path / "meet"
     with two_hosts() as both:
         command = (train(), str(folder / "mlp2"))
-        codes, told = Started(*by_hand(both, *command, *same_run(tmp_path / "tcp"))).finish()
+        codes, printed = Started(*by_hand(both, *command, *same_run(tmp_path / "tcp"))).finish()
         options_of_rank = ("--world-size", "2", "--rendezvous", f"file://{meet}")
         in_file = [
             host.command(*command, *same_run(tmp_path / "file"), *options_of_rank, "--rank", rank)
@@ -227,9 +227,9 @@ def test_two_hosts_that_are_started_by_hand_make_the_losses_of_one(
         ]
         late, told_late = Started(in_file[1] + ["--timeout-s", "2"]).finish()
         codes_of_file, told_of_file = Started(*in_file).finish()
-    assert (codes, codes_of_file) == ([0, 0], [0, 0]), (told, told_of_file)
+    assert (codes, codes_of_file) == ([0, 0], [0, 0]), (printed, told_of_file)
     assert late == [1] and f"at file://{meet} after 2 s waiting for rank 0." in told_late[0]
-    for words in (told[0], told_of_file[0]):
+    for words in (printed[0], told_of_file[0]):
         assert "2 processes on 2 hosts by hand · gloo over eth0" in words
         assert "ranks 0 on h1, 1 on h2" in words
     given: dict[str, Any] = {"steps": 5, "dtype": "float64", "clip": 0.5, "log_every": 1}
@@ -242,12 +242,12 @@ def test_a_rank_that_was_not_started_by_hand_is_named(folder: Path, tmp_path: Pa
     with two_hosts() as both:
         command = (train(), str(folder / "mlp2"), *options(tmp_path / "run", timeout_s=2))
         first, second = by_hand(both, *command)
-        codes, told = Started(first).finish()
+        codes, printed = Started(first).finish()
         codes_of_second, told_of_second = Started(second).finish()
     assert codes == codes_of_second == [1]
     assert (
         "rank 0 timed out at h1:29501 after 2 s waiting for rank 1; present: rank 0 on h1"
-        in (told[0])
+        in (printed[0])
     )
     assert (
         "rank 1 on h2 cannot reach rank 0 at h1:29501 in 2 s (10.77.0.1: connection ref"
@@ -268,10 +268,10 @@ def test_a_cut_link_ends_all_in_bounded_time(folder: Path, tmp_path: Path) -> No
         started = Started(*srun(both, train(), str(folder / "slow"), *given))
         wait_for_steps(tmp_path / "run", started)
         cut_link(both[1])
-        codes, told = started.finish(60)
+        codes, printed = started.finish(60)
     assert codes == [1] * 4
     for rank, peer in ((1, 2), (2, 1)):
-        assert re.search(f"error: .*rank {rank} waits for .*rank {peer}", told[rank]), told
+        assert re.search(f"error: .*rank {rank} waits for .*rank {peer}", printed[rank]), printed
 
 
 def test_a_link_that_comes_back_in_time_costs_time_and_nothing_else(
@@ -285,8 +285,8 @@ def test_a_link_that_comes_back_in_time_costs_time_and_nothing_else(
         cut_link(both[1])
         time.sleep(1.5)
         restore_link(both[1])
-        codes, told = started.finish(60)
-    assert codes == [0] * 4, told
+        codes, printed = started.finish(60)
+    assert codes == [0] * 4, printed
     one = Settings(
         folder=str(folder / "slow"),
         output=str(tmp_path / "one"),
@@ -302,10 +302,10 @@ def test_a_link_that_comes_back_in_time_costs_time_and_nothing_else(
 def test_a_rank_that_never_comes_is_named(folder: Path, tmp_path: Path) -> None:
     with two_hosts() as both:
         command = (train(), str(folder / "mlp4"), *options(tmp_path / "run", timeout_s=4))
-        codes, told = Started(*srun(both, *command)[:3]).finish(60)
-    assert codes == [1] * 3, told
-    assert "rank 0 timed out at h1:" in told[0]
-    assert "4 s waiting for rank 3; present: ranks 0, 1 on h1, rank 2 on h2." in told[0]
+        codes, printed = Started(*srun(both, *command)[:3]).finish(60)
+    assert codes == [1] * 3, printed
+    assert "rank 0 timed out at h1:" in printed[0]
+    assert "4 s waiting for rank 3; present: ranks 0, 1 on h1, rank 2 on h2." in printed[0]
 
 
 def test_a_failing_rank_on_another_host_is_named(folder: Path, tmp_path: Path) -> None:
@@ -314,10 +314,10 @@ def test_a_failing_rank_on_another_host_is_named(folder: Path, tmp_path: Path) -
     with two_hosts() as both:
         given = options(tmp_path / "run", steps=50, criterion=criterion)
         started = Started(*(torchrun(host, str(folder / "mlp4"), *given) for host in both))
-        codes, told = started.finish(100)
+        codes, printed = started.finish(100)
     assert 0 not in codes
-    assert "ValueError: the tenth call fails" in told[1]
-    assert "ends because rank 3 failed: " in told[0] and "the tenth call fails" in told[0]
+    assert "ValueError: the tenth call fails" in printed[1]
+    assert "ends because rank 3 failed: " in printed[0] and "the tenth call fails" in printed[0]
 
 
 def test_a_rank_that_is_killed_on_another_host_ends_all(folder: Path, tmp_path: Path) -> None:
@@ -328,11 +328,11 @@ def test_a_rank_that_is_killed_on_another_host_ends_all(folder: Path, tmp_path: 
         wait_for_steps(tmp_path / "run", started)
         state = json.loads((tmp_path / "run" / "ranks" / "3.state").read_text())
         os.kill(state["pid"], signal.SIGKILL)
-        codes, told = started.finish(60)
+        codes, printed = started.finish(60)
     assert 0 not in codes
-    errors = [line for text in told for line in text.splitlines() if "error:" in line]
+    errors = [line for text in printed for line in text.splitlines() if "error:" in line]
     assert errors and all("is gone" in line for line in errors), errors
-    assert re.search(r"rank +: 3 .*\n.*exitcode +: -9", told[1])
+    assert re.search(r"rank +: 3 .*\n.*exitcode +: -9", printed[1])
 
 
 def test_a_head_that_others_do_not_reach_is_told_with_what_was_tried(
@@ -341,10 +341,10 @@ def test_a_head_that_others_do_not_reach_is_told_with_what_was_tried(
     # As many systems have it: a host's own name is 127.0.1.1, here on both.
     with two_hosts(names_file="127.0.1.1 h1\n") as both:
         command = (train(), str(folder / "mlp4"), *options(tmp_path / "run", timeout_s=4))
-        codes, told = Started(*srun(both, *command)).finish(60)
-    assert codes == [1] * 4, told
-    assert "rank 0 timed out at h1:" in told[0]
-    assert "4 s waiting for ranks 2, 3; present: ranks 0, 1 on h1." in told[0]
-    assert "rank 2 on h2 cannot reach rank 0 at h1:" in told[2]
-    assert "127.0.1.1: connection refused; on h2 h1 is 127.0.1.1, its own loopback" in told[2]
-    assert "--master-addr" in told[2] and "eth0 (10.77.0.2)" in told[2]
+        codes, printed = Started(*srun(both, *command)).finish(60)
+    assert codes == [1] * 4, printed
+    assert "rank 0 timed out at h1:" in printed[0]
+    assert "4 s waiting for ranks 2, 3; present: ranks 0, 1 on h1." in printed[0]
+    assert "rank 2 on h2 cannot reach rank 0 at h1:" in printed[2]
+    assert "127.0.1.1: connection refused; on h2 h1 is 127.0.1.1, its own loopback" in printed[2]
+    assert "--master-addr" in printed[2] and "eth0 (10.77.0.2)" in printed[2]

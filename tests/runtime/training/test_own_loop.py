@@ -354,9 +354,9 @@ def unlike(rank: int, folder: str) -> str:
 
 
 def test_a_rank_with_another_batch_is_named(folder: Path) -> None:
-    told = run_processes(2, unlike, str(folder))
-    assert told[0] == told[1]
-    assert told[0].startswith("rank 1 has another batch than rank 0 at step 1")
+    raised = run_processes(2, unlike, str(folder))
+    assert raised[0] == raised[1]
+    assert raised[0].startswith("rank 1 has another batch than rank 0 at step 1")
 
 
 def started(rank: int, folder: str) -> str:
@@ -365,16 +365,16 @@ def started(rank: int, folder: str) -> str:
 
 
 def test_another_number_of_ranks_than_stages_is_told_on_every_rank(folder: Path) -> None:
-    for told in run_processes(3, started, str(folder)):
-        assert isinstance(told, RankError) and "3 ranks were started" in told
+    for raised in run_processes(3, started, str(folder)):
+        assert isinstance(raised, RankError) and "3 ranks were started" in raised
 
 
 def test_a_process_alone_runs_all_stages_and_asks_for_a_launcher_for_more(folder: Path) -> None:
     pipe = asyncpipe.Pipeline(folder, loss=loss_of)
     assert (pipe.rank, pipe.ranks, len(pipe.modules)) == (0, 1, 2)
-    with pytest.raises(AsyncPipeError, match="this process is alone") as told:
+    with pytest.raises(AsyncPipeError, match="this process is alone") as raised:
         asyncpipe.Pipeline(folder, loss=loss_of, ranks=2)
-    assert "torchrun" in told.value.cure
+    assert "torchrun" in raised.value.cure
 
 
 def unlike_calls(rank: int, folder: str, kind: str, target: str) -> str:
@@ -411,8 +411,8 @@ def unlike_calls(rank: int, folder: str, kind: str, target: str) -> str:
 def test_ranks_that_make_other_calls_are_told_which(
     folder: Path, tmp_path: Path, kind: str, what: str
 ) -> None:
-    told = run_processes(2, unlike_calls, str(folder), kind, str(tmp_path / "saved"))
-    assert re.search(what, told[0]), told
+    raised = run_processes(2, unlike_calls, str(folder), kind, str(tmp_path / "saved"))
+    assert re.search(what, raised[0]), raised
 
 
 def test_after_a_failed_step_nothing_goes_on(folder: Path) -> None:
@@ -499,8 +499,8 @@ def test_the_keywords_are_options_of_the_command_and_a_wrong_one_is_named(folder
     of_one_call = {"print_sbatch", "nodes", "time_limit", "print_schedule", "dry_run", "debug"}
     assert own.items() < whole.items() <= options.items()
     assert whole.keys() == options_of(Settings).keys() - {"folder"} - of_one_call
-    with pytest.raises(AsyncPipeError, match="Pipeline has no option micro_batch") as told:
+    with pytest.raises(AsyncPipeError, match="Pipeline has no option micro_batch") as raised:
         asyncpipe.Pipeline(folder, micro_batch=4)  # type: ignore[call-arg]
-    assert "micro_batches" in told.value.cure
+    assert "micro_batches" in raised.value.cure
     with pytest.raises(AsyncPipeError, match="train has no option step"):
         asyncpipe.train(folder, step=4)  # type: ignore[call-arg]

@@ -78,7 +78,7 @@ class Ended:
     after_s: float
 
     @property
-    def told(self) -> str:
+    def first_line(self) -> str:
         """The first line of the error."""
         return self.error.partition("\n")[0]
 
