@@ -148,7 +148,7 @@ def test_gpus_change_the_transport_when_each_rank_has_one(monkeypatch: pytest.Mo
 def test_links_tell_the_speed_that_the_system_knows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from asyncpipe.runtime.distributed.rendezvous import Interface
+    from asyncpipe.runtime.distributed.interfaces import Interface
 
     have = (Interface("lo", "127.0.0.1"), Interface("ib0", "10.0.0.2"), Interface("ib0", "fd00::2"))
     monkeypatch.setattr(info, "interfaces", lambda: have)
