@@ -139,6 +139,8 @@ def test_a_finished_run_of_epochs_is_left_alone_and_a_longer_one_continues(
     found = steps(output)
     assert [each["step"] for each in found] == list(range(1, 21))
     assert found[12]["epoch"] == 2.0 and found[-1]["epoch"] == 3.0
+    run(Settings(**with_options_of_run(own | {"epochs": 4.0, "micro_batches": 3})), FACTORY)
+    assert steps(output)[-1]["epoch"] == 4.0  # 50 samples in 4 steps of 12 and one of 2
 
 
 def test_an_error_in_the_data_and_a_second_length_are_told(

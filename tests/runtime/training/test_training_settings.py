@@ -66,6 +66,14 @@ def test_a_short_last_step_consumes_fewer_samples() -> None:
     assert [batch.position(step) for step in (1, 2)] == [16, 30]
 
 
+def test_a_fixed_micro_batch_leaves_out_what_makes_no_whole_one(text: Plan) -> None:
+    fixed = replace(text, inputs=tuple(replace(spec, shape=(2, 32)) for spec in text.inputs))
+    given = {"samples": 21, "remainder": "proportional", "micro_batches": 4}
+    for plan, left in ((text, 5), (fixed, 4)):
+        config, _ = resolve(Settings(folder="x", **given), plan)
+        assert (config.steps, config.left_over) == (3, left)
+
+
 def test_the_config_leaves_out_what_concerns_one_call() -> None:
     settings = Settings(folder="x", output="runs/x/1", dry_run=True, json=True)
     assert tomllib.loads(settings.to_toml()).keys().isdisjoint({"output", "dry_run", "json"})

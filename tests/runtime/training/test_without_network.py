@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.launch.job import make_job
+from asyncpipe.runtime.launch.launch import run as run_here
 from asyncpipe.runtime.monitoring.run_files import read_run
 from asyncpipe.runtime.reports.comparison import as_json, compare, render_comparison
 from asyncpipe.runtime.reports.network_cost import network_costs
@@ -84,13 +86,14 @@ def test_what_keeps_or_judges_weights_is_refused(
 ) -> None:
     name = next(iter(given)).replace("_", "-")
     with pytest.raises(AsyncPipeError, match=f"--{name}.*--transport none") as refused:
-        train(folders / "mlp", tmp_path / "run", transport="none", **given)
+        make_job(exact_settings(folders / "mlp", tmp_path / "run", transport="none", **given))
     assert refused.value.cure
 
 
 def test_one_process_has_no_network_to_leave_out(folders: Path, tmp_path: Path) -> None:
+    alone = exact_settings(folders / "mlp", tmp_path / "run", transport="none", schedule="single")
     with pytest.raises(AsyncPipeError, match="1 process"):
-        train(folders / "mlp", tmp_path / "run", transport="none", schedule="single")
+        run_here(alone, FACTORY)
     with pytest.raises(AsyncPipeError, match="--transport none"):
         Pipeline(folders / "mlp", loss="cross_entropy", transport="none")
 
