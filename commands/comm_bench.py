@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
+from rich.markup import escape
 
 from ..runtime.communication.bench_options import BenchOptions, names_in
 from ..runtime.communication.operation_facts import OPERATIONS
@@ -38,6 +39,7 @@ def bench_command(
     with objects, and three of asyncpipe: a ring all-reduce that shows its two phases, and two
     matrix products that the ranks divide.
     """
+    from ..runtime.communication.bench_tables import check_results
     from ..runtime.communication.session import run_task
 
     given = {name: value for name, value in asdict(flags).items() if value is not None}
@@ -59,6 +61,7 @@ def bench_command(
         for name in ("trace", "events"):
             if file := getattr(flags, name):
                 print_text(f"{name}: {file}")
+    check_results(answer.get("rows", ()))
     return 0
 
 
@@ -72,10 +75,11 @@ def _print(console: Console, answer: dict[str, Any]) -> None:
     if "support" in answer:
         print_table(console, tables.support_table(answer["support"]))
         for line in tables.reasons(answer["support"]):
-            print_words(console, line)
+            print_words(console, escape(line))
         return
     print_table(console, tables.time_table(answer["rows"]))
     print_table(console, tables.ring_table(answer["rings"]))
     print_table(console, tables.product_table(answer["products"]))
     for line in tables.reasons(answer["refused"]):
-        print_words(console, f"left out: {line}")
+        print_words(console, escape(f"left out: {line}"))
+    print_words(console, tables.average_busbw(answer["rows"]))

@@ -150,6 +150,7 @@ class _BenchRank:
         self._session = session
         self._given = given
         self._backend = backend
+        self._ops = names_in(given.op, OPERATIONS)
         group = session.group if backend == "gloo" else dist.new_group(backend=backend)
         self._transport: Transport | None = None
         if session.transport == "gloo" and session.device.type == "cpu":
@@ -157,7 +158,11 @@ class _BenchRank:
         else:
             self._transport = session.open_transport()
             links = TransportLinks(self._transport, session.ranks)
-        self._wires = Wires(group, links, given.endpoint)
+        lanes = [
+            GroupLinks(dist.new_group(backend=backend), timeout_s=session.timeout_s)
+            for _ in range(given.threads * any("threads" in op for op in self._ops))
+        ]
+        self._wires = Wires(group, links, lanes, given.endpoint)
         self._spans: list[Span] = []
         self._numbers = count()
         self._rows: list[BenchRow] = []
@@ -168,8 +173,8 @@ class _BenchRank:
     def run(self, prober: Prober) -> dict[str, Any]:
         given, refused = self._given, []
         self._write_files("", "")  # a file that cannot be written is found before the work
-        ops, dtypes = names_in(given.op, OPERATIONS), names_in(given.dtype, DTYPES)
-        for case in cases(self._session, ops, dtypes, names_in(given.reduce, REDUCERS)):
+        dtypes, reductions = names_in(given.dtype, DTYPES), names_in(given.reduce, REDUCERS)
+        for case in cases(self._session, self._ops, dtypes, reductions):
             if fault := prober.fault(case):
                 refused.append(_facts(case, fault))
                 continue

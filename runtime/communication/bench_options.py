@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..limits import Choice, Flag, Text, Whole, bytes_of, path
 from ..options import option
-from .operation_facts import DTYPES, ENDPOINTS, OPERATIONS, REDUCERS, EndpointKind
+from .operation_facts import DTYPES, ENDPOINTS, MOST_THREADS, OPERATIONS, REDUCERS, EndpointKind
 
 ALL = "all"
 
@@ -67,6 +67,11 @@ class BenchOptions:
         Choice(ENDPOINTS),
         "How a rank of the ring sends and receives: concurrent, or serial, which finishes one "
         "before it begins the other.",
+    )
+    threads: int = option(
+        2,
+        Whole(2, MOST_THREADS, 4),
+        "Threads of send_recv_threads, each with a process group of its own.",
     )
     check: bool = option(False, Flag(), "Compare each result with the expected one (#wrong).")
     support: bool = option(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
+from ..errors import TransportError
 from ..formatting import Column, Table
 from .operation_facts import DTYPES, NOT_DEFINED, OBJECT
 
@@ -38,6 +40,27 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 _RATES = "alg_gb_s", "bus_gb_s"
+
+
+def average_busbw(rows: Iterable[Mapping[str, Any]]) -> str:
+    """
+    >>> average_busbw([{"bus_gb_s": 0.5}, {"bus_gb_s": 1.0}, {"bus_gb_s": None}])
+    'average busbw: 0.750 GB/s'
+    """
+    rates = [row["bus_gb_s"] for row in rows if row["bus_gb_s"] is not None]
+    return f"average busbw: {fmean(rates):.3f} GB/s" if rates else "average busbw: none"
+
+
+def check_results(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Raises TransportError when compared results were wrong."""
+    for row in rows:
+        if row["wrong"]:
+            words = f"{row['op']} {row['reduce']}".strip()
+            raise TransportError(
+                f"{row['wrong']} elements of {words} of {row['size_bytes']} bytes ({row['dtype']}) "
+                f"over {row['over']} differ from the expected ones.",
+                "Repeat it with another --transport or --interface to find the faulty part.",
+            )
 
 
 def ring_table(rows: Iterable[Mapping[str, Any]]) -> Table:

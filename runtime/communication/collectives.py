@@ -6,8 +6,9 @@ that sums are exact in every dtype and do not depend on the order of additions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from math import isqrt
 from typing import Any
 
@@ -15,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .operation_facts import DTYPES, OBJECT, OPERATIONS, EndpointKind
+from .operation_facts import DTYPES, MOST_THREADS, OBJECT, OPERATIONS, EndpointKind
 from .products import PRODUCTS, Factors, Product
-from .ring import REDUCTIONS, PointToPoint, RingResult, ring_all_reduce
+from .ring import REDUCTIONS, PointToPoint, RingResult, chunk_lengths, ring_all_reduce
 
 _EXACT_PRODUCT = 7
 """A product of as many twos is exact in every dtype."""
@@ -98,12 +99,16 @@ class Wires:
 
     group: for operations of torch.distributed.
     links: for point-to-point messages and what consists of them.
-    endpoint: how the ring of this product sends and receives.
+    lanes: for messages of several threads, two or more; each has a process group of its own.
+    endpoint: how a ring sends and receives.
+    pool: runs the threads.
     """
 
     group: dist.ProcessGroup | None
     links: PointToPoint
+    lanes: Sequence[PointToPoint] = ()
     endpoint: EndpointKind = "concurrent"
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MOST_THREADS))
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,37 @@ def _sendrecv(case: Case, wires: Wires) -> Prepared:
         lambda: arrived,
         lambda: case.values(before),
     )
+
+
+def _send_recv_threads(case: Case, wires: Wires) -> Prepared:
+    buffer = case.values(0) if case.rank == 0 else case.empty()
+    pieces = torch.split(buffer, chunk_lengths(case.count, len(wires.lanes)))
+
+    def move(links: PointToPoint, piece: Tensor) -> None:
+        if case.rank == 0 and piece.numel():
+            links.send(1, piece)
+        elif case.rank == 1 and piece.numel():
+            links.recv(0, piece)
+
+    return Prepared(
+        lambda: list(wires.pool.map(move, wires.lanes, pieces)),
+        lambda: buffer if case.rank == 1 else None,
+        lambda: case.values(0),
+    )
+
+
+def _sendrecv_threads(case: Case, wires: Wires) -> Prepared:
+    own, arrived = case.values(case.rank), case.empty()
+    after, before = (case.rank + 1) % case.ranks, (case.rank - 1) % case.ranks
+
+    def call() -> None:
+        # Even and odd ranks send in different groups: two ranks have one for each direction.
+        sending = wires.pool.submit(wires.lanes[case.rank % 2].send, after, own)
+        receiving = wires.pool.submit(wires.lanes[before % 2].recv, before, arrived)
+        sending.result()
+        receiving.result()
+
+    return Prepared(call, lambda: arrived, lambda: case.values(before))
 
 
 def _broadcast(case: Case, wires: Wires) -> Prepared:
@@ -308,6 +344,8 @@ def _product(case: Case, wires: Wires) -> Prepared:
 _PREPARED: dict[str, Callable[[Case, Wires], Prepared]] = {
     "send_recv": _send_recv,
     "sendrecv": _sendrecv,
+    "send_recv_threads": _send_recv_threads,
+    "sendrecv_threads": _sendrecv_threads,
     "broadcast": _broadcast,
     "scatter": _scatter,
     "gather": _gather,

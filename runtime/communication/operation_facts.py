@@ -60,15 +60,15 @@ def _there_and_back(ranks: int) -> float:
 class OperationFacts:
     """The facts of an operation.
 
-    kind: messages and asyncpipe's own operations run over the transport of the ranks, tensor and
-        object operations over torch.distributed's backend.
+    kind: messages and asyncpipe's own operations run over the transport of the ranks; messages of
+        threads, tensors and objects over torch.distributed's backend.
     bus_factor: busbw / algbw for a number of ranks, as nccl-tests has it; None for products.
     has_parts: a size is that of a message for each rank together.
     reduces: it needs a reduction.
     root: the rank that sends to all or receives from all; -1 if there is none.
     """
 
-    kind: Literal["message", "tensor", "object", "own"]
+    kind: Literal["message", "threads", "tensor", "object", "own"]
     bus_factor: Callable[[int], float] | None
     has_parts: bool = False
     reduces: bool = False
@@ -82,6 +82,8 @@ class OperationFacts:
 OPERATIONS = {
     "send_recv": OperationFacts("message", _once),
     "sendrecv": OperationFacts("message", _once),
+    "send_recv_threads": OperationFacts("threads", _once),
+    "sendrecv_threads": OperationFacts("threads", _once),
     "broadcast": OperationFacts("tensor", _once, root=0),
     "scatter": OperationFacts("tensor", _to_others, has_parts=True, root=0),
     "gather": OperationFacts("tensor", _to_others, has_parts=True, root=0),
@@ -104,8 +106,11 @@ OPERATIONS = {
 OBJECT = "object"
 """The dtype of operations on objects."""
 
-NEED_TWO = ("send_recv", "sendrecv", "send_object")
+NEED_TWO = ("send_recv", "sendrecv", "send_recv_threads", "sendrecv_threads", "send_object")
 """Those that a lone rank does not have."""
 
 NOT_DEFINED = "not defined for this dtype"
 """Why a reduction and a dtype are not tried together."""
+
+MOST_THREADS = 64
+"""The threads of a rank that may send messages."""

@@ -40,7 +40,7 @@ class Prober:
         self._session = session
         self._backend = backend
         self._wait_s = min(_WAIT_S, session.timeout_s / 2)
-        self._group: dist.ProcessGroup | None = None
+        self._groups: list[dist.ProcessGroup] = []
 
     def fault(self, case: Case) -> str:
         """Why this case does not work here; "" if it does."""
@@ -48,18 +48,20 @@ class Prober:
             return NOT_DEFINED
         if case.ranks < 2 and case.op in NEED_TWO:
             return "it needs 2 ranks"
-        if self._group is None:
-            timeout = datetime.timedelta(seconds=self._wait_s)
-            self._group = dist.new_group(timeout=timeout, backend=self._backend)
-        faults = self._session.gathered(self._own_fault(case, self._group))
+        timeout = datetime.timedelta(seconds=self._wait_s)
+        while len(self._groups) < (3 if OPERATIONS[case.op].kind == "threads" else 1):
+            self._groups.append(dist.new_group(timeout=timeout, backend=self._backend))
+        faults = self._session.gathered(self._own_fault(case))
         if any(faults):
-            dist.destroy_process_group(self._group)
-            self._group = None
+            for group in self._groups:
+                dist.destroy_process_group(group)
+            self._groups.clear()
         return str(next(filter(None, faults), ""))
 
-    def _own_fault(self, case: Case, group: dist.ProcessGroup) -> str:
+    def _own_fault(self, case: Case) -> str:
         try:
-            prepared = prepare(case, Wires(group, GroupLinks(group, timeout_s=self._wait_s)))
+            links, *lanes = (GroupLinks(group, timeout_s=self._wait_s) for group in self._groups)
+            prepared = prepare(case, Wires(self._groups[0], links, lanes))
             prepared.reset()
             prepared.call()
             wrong = wrong_in(prepared)

@@ -350,7 +350,7 @@ def run_command(
 
     def fail(codes: Mapping[int, int]) -> NoReturn:
         if -signal.SIGINT in codes.values():
-            raise KeyboardInterrupt
+            raise Interrupted
         raise left.first_cause(codes, {})
 
     try:
@@ -368,7 +368,7 @@ def run_command(
     except SignalException as signalled:
         if signalled.sigval is not signal.SIGINT:
             raise Ended(128 + signalled.sigval) from None
-        raise KeyboardInterrupt from None
+        raise Interrupted from None
 
 
 def interruption(left: RankFolder) -> str:

@@ -7,13 +7,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from asyncpipe.runtime.communication import bench, collectives
 from asyncpipe.runtime.communication.bench_options import BenchOptions
-from asyncpipe.runtime.communication.bench_tables import reasons, support_table, time_table
+from asyncpipe.runtime.communication.bench_tables import (
+    check_results,
+    reasons,
+    support_table,
+    time_table,
+)
 from asyncpipe.runtime.communication.collectives import Case, Prepared, Wires, wrong_elements
 from asyncpipe.runtime.communication.operation_facts import OPERATIONS, applies
 from asyncpipe.runtime.communication.ring import PointToPoint, ring_all_reduce
@@ -21,6 +27,7 @@ from asyncpipe.runtime.communication.ring_events import event_lines
 from asyncpipe.runtime.communication.session import Session
 from asyncpipe.runtime.communication.support import Prober, cases
 from asyncpipe.runtime.distributed.ranks import RankInfo
+from asyncpipe.runtime.errors import TransportError
 from asyncpipe.tests.support.processes.gloo_ranks import run_processes
 from asyncpipe.tests.support.processes.in_process import error_of
 from asyncpipe.tests.support.processes.rings import run_threads
@@ -167,6 +174,10 @@ def test_tables_have_the_columns_of_nccl_tests_and_a_reason_for_what_is_missing(
     headings = [column.heading.partition(" ")[0] for column in table.columns]
     expected = ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
     assert [heading for heading in headings if heading in expected] == expected
+    row = {"op": "reduce", "reduce": "max", "dtype": "u8", "over": "gloo", "size_bytes": 8}
+    check_results([row | {"wrong": 0}, row | {"wrong": None}])
+    with pytest.raises(TransportError, match=r"^3 elements of reduce max of 8 bytes \(u8\) over g"):
+        check_results([row | {"wrong": 0}, row | {"wrong": 3}])
     attempts = [
         {"op": "reduce", "reduce": "sum", "dtype": "f32", "fault": ""},
         {"op": "reduce", "reduce": "sum", "dtype": "u8", "fault": "Invalid scalar type"},
