@@ -5,27 +5,23 @@ node by node; arguments that differ (a dropout probability, a `training` flag) b
 Memory that is shared in one mode only (in evaluation mode dropout returns its argument) counts as
 shared.
 
-`both_ways` and `add_decision` handle layers that training drops at random, as in
-`if torch.rand([]) < self.layerdrop: continue`. The main trace takes the branches with most nodes;
-for each random decision forward runs once more with the other answer. Nodes that only one of the
-two traces has go into a region of the decision, and later nodes read a choice:
+`write_decision` handles layers that training drops at random, as in
+`if torch.rand([]) < self.layerdrop: continue`, with the traces of `random_decisions`. Nodes that
+only one of the two traces has go into a region of the decision, and later nodes read a choice:
 `unless(dropped, made, former)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor, fx
 
 from ...runtime.plan.structure import is_named_tuple
-from .fake_inputs import RandomDecisionError
 from .graph import is_external, prune
-from .leaf_modules import FailedTrace
 from .values import IfTraining, Region, Size
 
 Pair = tuple[fx.Node, fx.Node]
@@ -205,66 +201,16 @@ def unless(condition: Any, computed: Any, former: Any) -> Any:
     return former if condition else computed
 
 
-class Traced(Protocol):
-    graph: fx.Graph
-    decisions: list[fx.Node]
+def write_decision(
+    graph: fx.Graph, condition: fx.Node, other: fx.Graph, decision: int, *, is_true: bool
+) -> None:
+    """Writes both branches of a decision into the graph of a trace, with the number `decision`.
 
-
-Trace = TypeVar("Trace", bound=Traced)
-
-
-@dataclass(frozen=True)
-class Ways(Generic[Trace]):
-    """Traces of both answers of each random decision.
-
-    tracer: the main trace
-    true: the numbers of the decisions that are true in it
-    others: for each decision, the trace with the other answer
+    `other` is the trace with the other answer. Nodes that only the graph has go into a region of
+    the decision; nodes that only `other` has are copied into the opposite region. Raises Different
+    if this is not possible.
     """
-
-    tracer: Trace
-    true: frozenset[int]
-    others: Mapping[int, Trace]
-
-
-def both_ways(run: Callable[[frozenset[int]], Trace]) -> Ways[Trace]:
-    """The traces of both answers; the main trace has the answers with most nodes.
-
-    `run` traces forward, given the decisions that are true. In a trace that runs a layer, its input
-    and output are two values, so that the graph shows which one later nodes read; in a trace that
-    skips it, they are one.
-    """
-    true: frozenset[int] = frozenset()
-    tracer = run(true)
-    others: dict[int, Trace] = {}
-    for place, condition in enumerate(tracer.decisions):
-        others[place] = run(true ^ {place})
-        if len(others[place].decisions) != len(tracer.decisions):  # A decision within another.
-            raise undecided(condition)
-        if len(others[place].graph.nodes) > len(tracer.graph.nodes):
-            tracer, true, others = others[place], true | {place}, {}
-    for place in range(len(tracer.decisions)):
-        if place not in others:
-            others[place] = run(true ^ {place})
-    return Ways(tracer, true, others)
-
-
-def identity(decisions: Sequence[fx.Node], place: int) -> tuple[object, ...]:
-    """Equal for a decision in all traces of a model: its place, and its number at this place."""
-    where = [
-        (decision.meta["source"], decision.meta["calls"]) for decision in decisions[: place + 1]
-    ]
-    return (*where[-1], where.count(where[-1]))
-
-
-def add_decision(ways: Ways[Trace], place: int, decision: int) -> None:
-    """Writes both branches of the decision at `place` into the graph, with the number `decision`.
-
-    Nodes that only the main trace has go into a region of the decision; nodes that only the other
-    trace has are copied into the opposite region. Raises Different if this is not possible.
-    """
-    condition, other = ways.tracer.decisions[place], ways.others[place].graph
-    _Decision(ways.tracer.graph, condition, other, decision, place in ways.true).write()
+    _Decision(graph, condition, other, decision, is_true).write()
 
 
 class _Decision:
@@ -318,15 +264,20 @@ class _Decision:
             node for node in self.graph.nodes if node not in self.former and not is_external(node)
         ]
         others = [node for node in self.others if not is_external(node)]
-        start = nodes.index(self.condition) + 1
-        rest = min(len(nodes), len(others)) - start
-        end = 0
-        while end < rest and call_key(nodes[-1 - end]) == call_key(others[-1 - end]):
-            end += 1
-        between = (side[start : len(side) - end] for side in (nodes, others))
-        outside = (side[:start] + side[len(side) - end :] for side in (nodes, others))
-        ours, theirs = between
-        return [*zip(*outside, strict=True), *common_calls(ours, theirs, call_key)]
+        known = nodes.index(self.condition) + 1
+        ways = [_by_ends(nodes, others, start) for start in (known, _common(nodes, others, known))]
+        # Equal lines of two layers look alike. A former decision tells which layer they are of.
+        return next(
+            (pairs for pairs in ways if not self._alone(nodes, pairs) & self._read), ways[0]
+        )
+
+    @property
+    def _read(self) -> set[fx.Node]:
+        """The values that the choices of former decisions read."""
+        return {used for node in self.former for used in node.all_input_nodes}
+
+    def _alone(self, nodes: Iterable[fx.Node], pairs: Iterable[Pair]) -> set[fx.Node]:
+        return {*nodes} - {ours for ours, _ in pairs}
 
     def _place(self, node: fx.Node, is_true: bool, regions: tuple[Region, ...]) -> None:
         region = Region("if" if is_true else "unless", decision=self.decision)
@@ -403,6 +354,25 @@ class _Decision:
         return node
 
 
+def _common(nodes: Sequence[fx.Node], others: Sequence[fx.Node], start: int) -> int:
+    """The number of calls at the beginning that may be the same, at least `start`."""
+    while start < min(len(nodes), len(others)) and call_key(nodes[start]) == call_key(
+        others[start]
+    ):
+        start += 1
+    return start
+
+
+def _by_ends(nodes: Sequence[fx.Node], others: Sequence[fx.Node], start: int) -> list[Pair]:
+    """The first calls up to `start`, as many of the last as may be the same, and the common ones
+    between."""
+    ours, theirs = nodes[start:], others[start:]
+    end = _common(ours[::-1], theirs[::-1], 0)
+    ours, theirs = ours[: len(ours) - end], theirs[: len(theirs) - end]
+    outside = (side[:start] + side[len(side) - end :] for side in (nodes, others))
+    return [*zip(*outside, strict=True), *common_calls(ours, theirs, call_key)]
+
+
 def _alike(pair: Pair) -> bool:
     """False for calls with different constants: a decision chooses between their results."""
 
@@ -427,15 +397,3 @@ def _storages(node: fx.Node) -> list[int]:
 def is_of_training(condition: fx.Node) -> bool:
     """True if a decision is made in training only; in evaluation it counts as false."""
     return Region("training") in condition.meta["regions"]
-
-
-def undecided(condition: fx.Node) -> FailedTrace:
-    """The failure at a random decision that cannot be an if with an else in the graph."""
-    file, line = condition.meta["source"]
-    error = RandomDecisionError(
-        f"{file}:{line} decides at random in a way that cannot be an if with an else: within "
-        "another such decision, about a value that another one makes, or between values of "
-        "different shapes.",
-        "Set the probability to 0, or keep the module as one node: --leaf Class.",
-    )
-    return FailedTrace(error, [call.path for call in condition.meta["calls"]])

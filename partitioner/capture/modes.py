@@ -28,10 +28,11 @@ from .fake_inputs import Dynamic, FakeWorld, explained, pinned
 from .graph import Capture, prune, tensor_spec
 from .leaf_modules import FailedTrace, LeafRule
 from .mode_branches import Calls, branched, modes_differ
-from .mode_merge import Different, add_decision, both_ways, identity, merge, undecided
+from .mode_merge import Different, merge
 from .model_state import in_mode, is_on_meta, silent, without_cache
 from .patches import CURE as GRADIENTS_CURE
 from .patches import LenNeeded, patched, watched_gradients, watched_seeds
+from .random_decisions import add_decision, both_ways, calls_made, combined, identity, undecided
 from .random_numbers import watched_draws
 from .readings import Shadow
 from .size_guards import add_size_guards
@@ -116,13 +117,22 @@ class _ModeCapture:
             )
         for other in ways.others.values():
             ways.tracer.size_decisions.update(other.size_decisions)
-        for place, condition in enumerate(ways.tracer.decisions):
-            key = identity(ways.tracer.decisions, place)
-            number = self._numbers.setdefault(key, len(self._numbers))
+        decisions = ways.tracer.decisions
+        of_place: dict[int, int] = {}
+        for place, condition in enumerate(decisions):
+            key = identity(decisions, place)
+            of_place[place] = self._numbers.setdefault(key, len(self._numbers))
             try:
-                add_decision(ways, place, number)
+                add_decision(ways, place, of_place[place])
             except Different:
                 raise undecided(condition) from None
+        merged = ways.tracer.graph, ways.tracer.constants
+        for places in combined(len(decisions)):
+            true = ways.true ^ places
+            trace = run(true)
+            answers = {number: place in true for place, number in of_place.items()}
+            if calls_made(*merged, answers) != calls_made(trace.graph, trace.constants, {}):
+                raise undecided(decisions[max(places)])
         return ways.tracer
 
     def _runs(self, sizes: Mapping[str, int], training: bool) -> bool:

@@ -66,6 +66,15 @@ class Kept(Layers):
         return self.head(x)
 
 
+class Chosen(Layers):
+    """As vit-pytorch writes it: all decisions come before all layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [each for each in self.layers if not (self.training and drawn() < 0.3)]:
+            x = torch.relu(layer(x)) + x
+        return self.head(x)
+
+
 class Scaled(Layers):
     def changed(self, x: Tensor) -> Tensor:
         noise = random.gauss(0, 1) if self.training else 0.0
@@ -156,7 +165,7 @@ def _assert_same(model: nn.Module, pipe: Any, seeds: int = 20) -> int:
 
 
 @pytest.mark.parametrize(
-    "build", [LayerDropout, Kept, Scaled, Mixed, Teacher, Constants, Between, Asked]
+    "build", [LayerDropout, Kept, Chosen, Scaled, Mixed, Teacher, Constants, Between, Asked]
 )
 def test_numbers_are_drawn_anew(build: Callable[[], nn.Module], tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -342,6 +351,29 @@ class Shared(Layers):
     def changed(self, x: Tensor) -> Tensor:
         shift = 1.0 if random.random() < 0.5 else 2.0
         return x * (2.0 if random.random() < 0.5 else 3.0) + shift
+
+
+class Together(nn.Module):
+    """Only a forward that drops all layers shows the last addition."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(depth))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = 0
+        for layer in self.layers:
+            if not self.training or random.random() > 0.1:
+                x = x + layer(x).relu()
+                kept += 1
+        return self.head(x if kept else x + 1)
+
+
+@pytest.mark.parametrize("depth", [2, 5])
+def test_decisions_that_work_together_are_refused(depth: int) -> None:
+    with pytest.raises(CaptureError, match="decides at random in a way .* together with another"):
+        capture(Together(depth), {"x": X}, check=False)
 
 
 @pytest.mark.parametrize(
