@@ -130,7 +130,7 @@ def _entered(region: Any) -> Any:
     """Refuses autocast, which leaves float64 as it is, so that the comparison would not see it."""
     if region._enabled:
         raise TypeError("the model uses autocast")
-    return _enter(region)
+    return _enter(region)  # type: ignore[no-untyped-call]
 
 
 def follow(stage: nn.Module, model: nn.Module) -> None:

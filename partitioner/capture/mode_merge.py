@@ -6,9 +6,11 @@ Memory that is shared in one mode only (in evaluation mode dropout returns its a
 shared.
 
 `write_decision` handles layers that training drops at random, as in
-`if torch.rand([]) < self.layerdrop: continue`, with the traces of `random_decisions`. Nodes that
+`if torch.rand([]) < self.layerdrop: continue`, with a trace of each answer. Nodes that
 only one of the two traces has go into a region of the decision, and later nodes read a choice:
-`unless(dropped, made, former)`.
+`unless(dropped, made, former)`. That is forward only if decisions do not work together, as in
+`if not kept: kept = [layers[0]]`: `calls_made` gives the calls of the merged graph for any answers,
+for a comparison with a trace.
 """
 
 from __future__ import annotations
@@ -363,7 +365,7 @@ def _common(nodes: Sequence[fx.Node], others: Sequence[fx.Node], start: int) -> 
     return start
 
 
-def _by_ends(nodes: Sequence[fx.Node], others: Sequence[fx.Node], start: int) -> list[Pair]:
+def _by_ends(nodes: list[fx.Node], others: list[fx.Node], start: int) -> list[Pair]:
     """The first calls up to `start`, as many of the last as may be the same, and the common ones
     between."""
     ours, theirs = nodes[start:], others[start:]
@@ -397,3 +399,40 @@ def _storages(node: fx.Node) -> list[int]:
 def is_of_training(condition: fx.Node) -> bool:
     """True if a decision is made in training only; in evaluation it counts as false."""
     return Region("training") in condition.meta["regions"]
+
+
+def calls_made(
+    graph: fx.Graph, constants: Mapping[str, Tensor], decided: Mapping[int, bool]
+) -> list[tuple[Any, ...]]:
+    """The calls that a graph makes with these answers to its decisions, with their arguments as
+    text."""
+    value: dict[fx.Node, str] = {}
+    calls: list[tuple[Any, ...]] = []
+    for node in graph.nodes:
+        regions = node.meta["regions"]
+        if any(each.decision >= 0 and each.is_left_out(True, decided) for each in regions):
+            continue
+        if is_external(node):
+            value[node] = _external(node, constants)
+        elif node.target is unless:
+            condition, computed, former = node.args
+            is_former = decided[condition.meta["decision"]]
+            value[node] = value[former if is_former else computed]
+        else:
+            others = [each for each in regions if each.decision < 0]
+            arguments = _text((node.args, node.kwargs), value)
+            value[node] = f"call {len(calls)}"
+            calls.append((node.op, node.target, arguments, str(others)))
+    return calls
+
+
+def _external(node: fx.Node, constants: Mapping[str, Tensor]) -> str:
+    constant = constants.get(str(node.target))
+    if node.op != "get_attr" or constant is None or constant.is_meta:
+        return f"{node.op} {node.target}"
+    # Each trace numbers its own constants.
+    return f"{constant.dtype} {constant.tolist()}"
+
+
+def _text(arguments: Any, value: Mapping[fx.Node, str]) -> str:
+    return str(fx.node.map_aggregate(arguments, lambda leaf: value.get(leaf, leaf)))  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """A trace of forward in each mode -> one capture for both.
 
-`merged_capture` traces each mode, with all its random decisions, and merges the graphs.
+`merged_capture` traces each mode, with all its random decisions, and merges the graphs. Each
+decision is taken both ways, and then several at once: see `combined`.
 
 `trace_forward` runs the model's forward once, in one mode, on fake tensors; `trace_dynamo` runs
 the torch-level graph that Dynamo makes of it instead. Both return a tracer with its graph.
@@ -9,9 +10,10 @@ the torch-level graph that Dynamo makes of it instead. Both return a tracer with
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, Protocol
 
 import torch
@@ -24,21 +26,21 @@ from .bindings import renamed
 from .check import check_capture
 from .dynamo import torch_graph
 from .dynamo_lowering import replay
-from .fake_inputs import Dynamic, FakeWorld, explained, pinned
+from .fake_inputs import Dynamic, FakeWorld, RandomDecisionError, explained, pinned
 from .graph import Capture, prune, tensor_spec
 from .leaf_modules import FailedTrace, LeafRule
 from .mode_branches import Calls, branched, modes_differ
-from .mode_merge import Different, merge
+from .mode_merge import Different, calls_made, merge, write_decision
 from .model_state import in_mode, is_on_meta, silent, without_cache
 from .patches import CURE as GRADIENTS_CURE
 from .patches import LenNeeded, patched, watched_gradients, watched_seeds
-from .random_decisions import add_decision, both_ways, calls_made, combined, identity, undecided
 from .random_numbers import watched_draws
 from .readings import Shadow
 from .size_guards import add_size_guards
 from .sizes import enlarged, resized, sizes_in, smaller_sizes
 from .tracer import Tracer
 
+_MOST = 3
 _TRAINING_ALONE = "captured for training alone: the stages cannot run in evaluation mode"
 
 
@@ -206,6 +208,89 @@ def _apart(evaluation: Tracer, train: Tracer) -> Tracer:
 def _same_bits(value: Tensor, other: Tensor) -> bool:
     alike = value.dtype == other.dtype and value.device == other.device
     return alike and not value.is_meta and torch.equal(value, other)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Traces of both answers of each random decision.
+
+    tracer: the main trace
+    true: the numbers of the decisions that are true in it
+    others: for each decision, the trace with the other answer
+    """
+
+    tracer: Tracer
+    true: frozenset[int]
+    others: Mapping[int, Tracer]
+
+
+def both_ways(run: Callable[[frozenset[int]], Tracer]) -> Ways:
+    """The traces of both answers; the main trace has the answers with most nodes.
+
+    `run` traces forward, given the decisions that are true. In a trace that runs a layer, its input
+    and output are two values, so that the graph shows which one later nodes read; in a trace that
+    skips it, they are one.
+    """
+    true: frozenset[int] = frozenset()
+    tracer = run(true)
+    others: dict[int, Tracer] = {}
+    for place, condition in enumerate(tracer.decisions):
+        others[place] = run(true ^ {place})
+        if len(others[place].decisions) != len(tracer.decisions):  # A decision within another.
+            raise undecided(condition)
+        if len(others[place].graph.nodes) > len(tracer.graph.nodes):
+            tracer, true, others = others[place], true | {place}, {}
+    for place in range(len(tracer.decisions)):
+        if place not in others:
+            others[place] = run(true ^ {place})
+    return Ways(tracer, true, others)
+
+
+def identity(decisions: Sequence[fx.Node], place: int) -> tuple[object, ...]:
+    """Equal for a decision in all traces of a model: its place, and its number at this place."""
+    where = [
+        (decision.meta["source"], decision.meta["calls"]) for decision in decisions[: place + 1]
+    ]
+    return (*where[-1], where.count(where[-1]))
+
+
+def add_decision(ways: Ways, place: int, decision: int) -> None:
+    """Writes both branches of the decision at `place` into the graph, with the number `decision`.
+    Raises Different if this is not possible."""
+    condition, other = ways.tracer.decisions[place], ways.others[place].graph
+    write_decision(ways.tracer.graph, condition, other, decision, is_true=place in ways.true)
+
+
+def undecided(condition: fx.Node) -> FailedTrace:
+    """The failure at a random decision that cannot be an if with an else in the graph."""
+    file, line = condition.meta["source"]
+    error = RandomDecisionError(
+        f"{file}:{line} decides at random in a way that cannot be an if with an else: within "
+        "another such decision, together with another one, about a value that another one makes, "
+        "or between values of different shapes.",
+        "Set the probability to 0, or keep the module as one node: --leaf Class.",
+    )
+    return FailedTrace(error, [call.path for call in condition.meta["calls"]])
+
+
+def combined(count: int) -> list[frozenset[int]]:
+    """The decisions to take the other way at once: of up to three decisions all combinations, of
+    more those of all, of all but one, and of about half of them.
+
+    >>> [sorted(places) for places in combined(3)]
+    [[0, 1], [0, 2], [1, 2], [0, 1, 2]]
+    >>> [sorted(places) for places in combined(5)]
+    [[0, 1, 2, 3, 4], [1, 2, 3, 4], [1, 3], [2, 3]]
+    """
+    if count <= _MOST:
+        sizes = range(2, count + 1)
+        return [frozenset(few) for size in sizes for few in combinations(range(count), size)]
+    every = frozenset(range(count))
+    halves = [
+        frozenset(place for place in every if place >> bit & 1)
+        for bit in range((count - 1).bit_length())
+    ]
+    return [each for each in dict.fromkeys([every, every - {0}, *halves]) if len(each) > 1]
 
 
 @dataclass(frozen=True, slots=True)
