@@ -60,7 +60,7 @@ class Case:
         return self.count * self.item_bytes * parts
 
     def values(self, rank: int, parts: int = 1) -> Tensor:
-        """What a rank contributes: `parts` messages in a row."""
+        """The values that a rank contributes: `parts` messages in a row."""
         generator = torch.Generator().manual_seed(rank)
         first = 0
         if self.op in PRODUCTS:
@@ -75,7 +75,7 @@ class Case:
         return whole.to(self.torch_dtype).to(self.device)
 
     def part(self, rank: int, of: int) -> Tensor:
-        """Part `of` of what a rank contributes as many parts as there are ranks of."""
+        """Part `of` of the values of a rank, which have a part for each rank."""
         return self.values(rank, self.ranks).view(self.ranks, self.count)[of]
 
     def empty(self, parts: int = 1) -> Tensor:
@@ -95,10 +95,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Wires:
-    """What carries the messages of a rank.
+    """The groups and links that carry the messages of a rank.
 
     group: for operations of torch.distributed.
-    links: for point-to-point messages and what consists of them.
+    links: for point-to-point messages, and operations that consist of them.
     lanes: for messages of several threads, two or more; each has a process group of its own.
     endpoint: how a ring sends and receives.
     pool: runs the threads.
@@ -115,9 +115,9 @@ class Wires:
 class Prepared:
     """An operation with its buffers.
 
-    call: runs it once; what it returns has the ring's events.
+    call: runs it once; returns a RingResult or Product if it is one of asyncpipe's own.
     result: this rank's result of the last call; None if this rank has none.
-    expected: what the result must equal.
+    expected: the right result.
     reset: fills the buffers that a call overwrites.
     """
 

@@ -35,7 +35,7 @@ REDUCERS = {
 
 
 def applies(reduce: str, dtype: str) -> bool:
-    """Whether a reduction is defined for a dtype: bits of integers, averages of floats.
+    """True if a reduction is defined for a dtype: bits of integers, averages of floats.
 
     >>> applies("bxor", "i64"), applies("avg", "i64"), applies("", "bool")
     (True, False, True)
