@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument(
         "--again",
         type=Path,
-        help="result file whose other rows are kept, and exact ones of these packages",
+        help="result file whose rows are kept until they are repeated; exact ones are not repeated",
     )
     parser.add_argument("--output", default="out_of_sample", help="the name of the result")
     parser.add_argument(
@@ -133,39 +133,36 @@ def main() -> None:
             except Exception:
                 traceback.print_exc()
         return
-    kept = json.loads(arguments.again.read_text())["rows"] if arguments.again else []
-    kept = [
-        row
-        for row in kept
-        if row.get("2 stages") == row.get("4 stages") == "exact"
-        or (row["package"], row["model"]) not in cases
-    ]
-    done = {(row["package"], row["model"]) for row in kept}
-    work = [key for key in cases if key not in done]
+    earlier = json.loads(arguments.again.read_text())["rows"] if arguments.again else []
+    # Rows that are to be repeated stay until their new ones replace them.
+    rows = {(row["package"], row["model"]): row for row in earlier}
+    exact = {
+        key for key, row in rows.items() if row.get("2 stages") == row.get("4 stages") == "exact"
+    }
+    work = [key for key in cases if key not in exact]
+    order = [*dict.fromkeys([*rows, *cases])]
     started = time.perf_counter()
-    rows = list(kept)
-    order = [*dict.fromkeys([*((row["package"], row["model"]) for row in kept), *cases])]
-    to_run = len(work)
-    for key, answer in each(
-        examine, work, processes=arguments.processes, limit_s=20 * LIMIT_S, cases_a_process=12
+    for run, (key, answer) in enumerate(
+        each(examine, work, processes=arguments.processes, limit_s=20 * LIMIT_S, cases_a_process=12)
     ):
         row = {"package": key[0], "model": key[1]}
         died = isinstance(answer, Died)
         row |= dict.fromkeys(COLUMNS, f"traceback: {answer.why}") if died else answer
-        rows.append(row)
+        rows[key] = row
+        to_run = len(work) - run - 1
         shown = {name: value for name, value in row.items() if value != "exact"}
-        print(f"{len(rows)}/{len(kept) + to_run} {json.dumps(shown)}", flush=True)
+        print(f"{len(order) - to_run}/{len(order)} {json.dumps(shown)}", flush=True)
         write_result(
             arguments.output,
             {
                 "versions": versions(),
                 "minutes": round((time.perf_counter() - started) / 60, 1),
-                "not yet run": len(kept) + to_run - len(rows),
-                "counts": counted(rows),
-                "rows": sorted(rows, key=lambda row: order.index((row["package"], row["model"]))),
+                "not yet run": to_run,
+                "counts": counted([*rows.values()]),
+                "rows": [rows[key] for key in order if key in rows],
             },
         )
-    show(counted(rows))
+    show(counted([*rows.values()]))
 
 
 def versions() -> dict[str, str]:
