@@ -11,8 +11,9 @@ import pytest
 
 from asyncpipe.commands.running import DEFECT, run
 from asyncpipe.runtime.checkpoint.folders import CheckpointError, Facts, read_facts
-from asyncpipe.runtime.checkpoint.remote import Location, LocationError
+from asyncpipe.runtime.checkpoint.remote import Location
 from asyncpipe.runtime.errors import PlanError
+from asyncpipe.runtime.locations import LocationError
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
 from asyncpipe.tests.support.processes.in_process import error_of

@@ -6,11 +6,7 @@
     --resume s3://bucket/run[/step-000500]    resumes from the newest there, or from that one
     --init-from s3://bucket/run[/step-..]     starts from its weights
 
-A location is a URL that fsspec can open:
-
-    s3://bucket/run    with s3fs installed; AWS_ENDPOINT_URL selects another server
-    file:///data/run   a folder of this machine
-    gs://, abfs://, .. with the package that fsspec names for it
+A location is a URL that fsspec can open (`runtime/locations.py`).
 
 A checkpoint is uploaded file by file with its manifest last, and removed manifest first. So a
 checkpoint with a manifest is complete, and others are ignored. Fetched files are compared with the
@@ -20,20 +16,17 @@ start; from then on the checkpoint is like any other there. Nothing here imports
 
 from __future__ import annotations
 
-import errno
 import shutil
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 from ..config.execution_options import ExecutionOptions
 from ..config.option_files import checked
 from ..config.settings import Settings
-from ..errors import AsyncPipeError
-from ..extras import install
+from ..locations import LocationError, RemoteFolder, is_there, is_url
 from ..options import options_of
 from .folders import (
     CHECKPOINTS,
@@ -49,47 +42,10 @@ from .folders import (
     unfinished,
 )
 
-PATIENCE_S = 60.0
-"""How long a transfer is retried when a connection fails or a server is busy."""
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
-_PASSING = {errno.EIO, errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT, errno.EPIPE, None}
-_PASSING_NAMES = ("Connect", "Timeout", "HTTPClient", "IncompleteRead", "ClientPayload")
-"""Parts of the names of transient errors of libraries that are not an OSError."""
-
-T = TypeVar("T")
-
-
-class LocationError(AsyncPipeError):
-    """A location cannot be reached, or lacks the requested checkpoint."""
-
-
-def is_url(text: str) -> bool:
-    """True if a text is a URL rather than a path."""
-    return "://" in text
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """A place for checkpoints; all failures raise LocationError.
-
-    url: where it is.
-    patience_s: how long a failing transfer is retried.
-    """
-
-    url: str
-    patience_s: float = PATIENCE_S
-
-    def check_name(self) -> None:
-        """Raises LocationError for a URL that fsspec cannot open. Makes no connection."""
-        self._opened()
-
-    def check(self) -> None:
-        """Raises LocationError when nothing can be written here."""
-        files, base = self._opened()
-        probe = f"{base}/.asyncpipe"
-        self._tried("written", files.pipe_file, probe, b"")
-        self._tried("written", files.rm_file, probe)
+@dataclass(frozen=True)
+class Location(RemoteFolder):
+    """A place for checkpoints; all failures raise LocationError."""
 
     def names(self) -> list[str]:
         """The complete checkpoints here, in the order of their names."""
@@ -138,7 +94,7 @@ class Location:
         """True if the checkpoint of that name is here and complete."""
         files, base = self._opened()
         files.invalidate_cache()
-        return self._tried("read", _is_there, files, f"{base}/{name}/{MANIFEST}")
+        return self._tried("read", is_there, files, f"{base}/{name}/{MANIFEST}")
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint, complete or not."""
@@ -147,7 +103,7 @@ class Location:
         if self.has(name):
             self._tried("written", files.rm_file, f"{path}/{MANIFEST}")
         files.invalidate_cache()
-        if self._tried("read", _is_there, files, path):
+        if self._tried("read", is_there, files, path):
             self._tried("written", files.rm, path, True)
 
     def keep(self, names: set[str]) -> None:
@@ -171,92 +127,12 @@ class Location:
             names = ", ".join(self.names()) or "none"
             raise LocationError(f"{self.url} has no {name}.", f"Checkpoints there: {names}.")
 
-    def _fetch(self, path: str, target: Path) -> None:
-        files, _ = self._opened()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._tried("read", files.get_file, path, str(target))
-
-    def _opened(self) -> tuple[Any, str]:
-        """The file system of fsspec, and the path of this location in it."""
-        from fsspec.core import url_to_fs
-        from fsspec.utils import get_protocol
-
-        scheme = get_protocol(self.url)
-        options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
-        try:
-            files, base = url_to_fs(self.url, **options)
-        except ImportError as error:
-            if scheme in ("s3", "s3a"):
-                raise LocationError(
-                    f"{self.url} needs s3fs, which is not installed.",
-                    install("s3"),
-                ) from error
-            raise LocationError(f"{self.url} needs a package: {error}.") from error
-        except Exception as error:  # file systems raise any error, some for missing options
-            raise LocationError(
-                f"{self.url} is not a place that fsspec can open: {_message(error)}.",
-                "Use for example s3://bucket/folder or file:///folder.",
-            ) from error
-        if not base.strip("/"):
-            raise LocationError(f"{self.url} does not name a folder.", f"{scheme}://bucket/folder")
-        return files, base.rstrip("/")
-
-    def _tried(self, done: str, act: Callable[..., T], *arguments: Any) -> T:
-        """The result of `act`, retried while errors may be transient."""
-        end_s, pause_s = time.monotonic() + self.patience_s, _FIRST_PAUSE_S
-        while True:
-            try:
-                return act(*arguments)
-            except Exception as error:
-                if not _may_pass(error):
-                    raise self._refusal(error, done) from error
-                if time.monotonic() + pause_s > end_s:
-                    raise LocationError(
-                        f"{self.url} could not be {done} for {self.patience_s:g} s: "
-                        f"{_message(error)}."
-                    ) from error
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _refusal(self, error: Exception, done: str) -> LocationError:
-        if "Credentials" in type(error).__name__:
-            return LocationError(
-                f"{self.url}: no credentials were found.",
-                "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE.",
-            )
-        if isinstance(error, FileNotFoundError):
-            return LocationError(
-                f"{self.url}: no such bucket or folder.", "Create it, or choose another."
-            )
-        return LocationError(f"{self.url} could not be {done}: {_message(error)}.")
-
-
-def _is_there(files: Any, path: str) -> bool:
-    """Like fsspec's `exists`, which mistakes a server that does not answer for a missing file."""
-    try:
-        files.info(path)
-    except FileNotFoundError:
-        return False
-    return True
-
 
 def _entries(files: Any, path: str) -> list[dict[str, Any]]:
     try:
         return list(files.ls(path, detail=True))
     except FileNotFoundError:
         return []
-
-
-def _may_pass(error: Exception) -> bool:
-    if isinstance(error, TimeoutError | ConnectionError):
-        return True
-    if type(error) is OSError:
-        return error.errno in _PASSING
-    return any(part in type(error).__name__ for part in _PASSING_NAMES)
-
-
-def _message(error: Exception) -> str:
-    return str(error).rstrip(".") or type(error).__name__
 
 
 AUTO = "auto"

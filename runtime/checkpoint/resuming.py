@@ -22,12 +22,13 @@ from typing import Any, TypeVar
 from ..config.option_files import is_all_known, merged, read_config
 from ..config.settings import RunConfig, Settings, SettingsError
 from ..errors import AsyncPipeError
+from ..locations import is_url
 from ..monitoring.run_files import METRICS, read_run
 from ..options import options_of
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..schedule.builders import spelled
 from .folders import CHECKPOINTS, WEIGHTS, checkpoints_in, is_checkpoint
-from .remote import AUTO, is_url, options_at
+from .remote import AUTO, options_at
 
 E = TypeVar("E", bound=AsyncPipeError)
 

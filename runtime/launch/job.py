@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..checkpoint.folders import FolderInUse
-from ..checkpoint.remote import Location, bring, is_url
+from ..checkpoint.remote import Location, bring
 from ..checkpoint.resuming import CONFIGURATION, resumed_run, runs_of
 from ..checkpoint.storage import check_exportable
 from ..config.asynchronous_options import with_epochs
@@ -34,6 +34,7 @@ from ..errors import AsyncPipeError, DataError
 from ..executor.compiled import check_compiler
 from ..executor.loading import ChangedCodeError
 from ..limits import flag_of
+from ..locations import is_url
 from ..monitoring.diagnostics import check_debugger
 from ..monitoring.records import Reporter
 from ..monitoring.trackers import check_log

@@ -14,9 +14,10 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from asyncpipe.runtime.checkpoint import remote
+from asyncpipe.runtime import locations
 from asyncpipe.runtime.checkpoint.folders import FACTS, MANIFEST, Facts, manifest_entry, name_of
-from asyncpipe.runtime.checkpoint.remote import Location, LocationError
+from asyncpipe.runtime.checkpoint.remote import Location
+from asyncpipe.runtime.locations import LocationError
 from asyncpipe.tests.support.processes.s3_server import bucket
 
 NUMBERS = itertools.count()
@@ -130,7 +131,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
     fsspec.register_implementation("cut", Cut, clobber=True)
     Cut.store.clear()
     Cut.writes, Cut.failing, Cut.error = 0, range(0), OSError(errno.EIO, "a cable")
-    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(locations, "_FIRST_PAUSE_S", 0.001)
     yield Location("cut://runs/x", patience_s=0.05)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from asyncpipe.runtime.checkpoint.folders import checkpoints_in
-from asyncpipe.runtime.checkpoint.remote import Location, LocationError
+from asyncpipe.runtime.checkpoint.remote import Location
 from asyncpipe.runtime.checkpoint.resuming import with_options_of_run
+from asyncpipe.runtime.locations import LocationError
 from asyncpipe.tests.support.models.hand_folders import write_mlp
 from asyncpipe.tests.support.oracles.resumed_runs import (
     Trained,
