@@ -157,9 +157,9 @@ class LearningOptions:
 
     data: str | None = _data(
         None,
-        Text("a data set, a file or folder, or FILE.py:FUNCTION", "shakespeare"),
-        "Training data: shakespeare, python-docs, digits, clusters, a file or folder, or "
-        "file.py:function. [default: by the inputs of the model]",
+        Text("a data set, a file or folder, a URL, or FILE.py:FUNCTION", "shakespeare"),
+        "Training data: shakespeare, python-docs, digits, clusters, a file or folder, the URL of "
+        "text to stream, or file.py:function. [default: by the inputs of the model]",
         compared=True,
         names_code=True,
     )

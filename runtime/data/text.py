@@ -22,13 +22,80 @@ IGNORED = -100
 _MASKED_SHARE = 0.15
 
 
-class TextWindows:
-    """Windows of a text, one after the other, as the inputs of a plan.
+class WindowFields:
+    """Windows of token ids -> the inputs of a plan.
+
+    stride: the tokens of a window.
 
     causal    `input_ids` and equal `labels` (the model shifts them), or a shifted `target`
     masked    15% of the tokens hidden, `labels` -100 but there
     seq2seq   a window twice as long: `input_ids` its first half, `labels` its second
     classify  `labels` says which of the model's classes the window's document falls into
+    """
+
+    def __init__(self, task: Task, plan: Plan, *, seed: int, mask: int) -> None:
+        self._task, self._seed, self._mask = task, seed, mask
+        self._shapes = {spec.name: spec.sample_sizes(plan.sizes) for spec in plan.inputs}
+        self._input = self._shapes[task.sample][0]
+        self.stride = self._input + self._answer_length()
+
+    def field(
+        self, name: str, indices: Sequence[int], windows: Tensor, classes: Sequence[int] = ()
+    ) -> Tensor:
+        """One field of these windows; `indices` are their numbers, `classes` those of their
+        documents."""
+        if name == self._task.sample:
+            return self._sample(indices, windows)
+        if name == self._task.label:
+            return self._label(indices, windows, classes)
+        size = (len(indices), *self._shapes[name])
+        if name.endswith("attention_mask"):
+            return torch.ones(size, dtype=torch.int64)
+        if name == "token_type_ids":
+            return torch.zeros(size, dtype=torch.int64)
+        if name == "position_ids":
+            return torch.arange(size[-1]).expand(size)
+        if name == "decoder_input_ids":
+            answer = windows[:, self._input :]
+            return torch.cat([torch.zeros_like(answer[:, :1]), answer[:, :-1]], dim=1)
+        raise DataError(
+            f"no text gives the model's input {name}.", "--data my_file.py:function with that field"
+        )
+
+    def _answer_length(self) -> int:
+        """Tokens of a window after the input's own."""
+        if self._task.objective == "seq2seq":
+            answer = "labels" if "labels" in self._shapes else "decoder_input_ids"
+            return self._shapes[answer][0] if answer in self._shapes else self._input
+        return 1 if self._task.label == TARGET else 0
+
+    def _sample(self, indices: Sequence[int], windows: Tensor) -> Tensor:
+        sample = windows[:, : self._input]
+        if self._task.objective == "masked":
+            return sample.masked_fill(self._hidden(indices), self._mask)
+        return sample
+
+    def _label(self, indices: Sequence[int], windows: Tensor, classes: Sequence[int]) -> Tensor:
+        match self._task.objective:
+            case "seq2seq":
+                return windows[:, self._input :]
+            case "masked":
+                return windows.masked_fill(~self._hidden(indices), IGNORED)
+            case "classify":
+                return torch.tensor(classes)
+        return windows[:, 1:] if self._task.label == TARGET else windows
+
+    def _hidden(self, indices: Sequence[int]) -> Tensor:
+        """Which tokens are masked: a function of the seed and the window alone."""
+        rows = [
+            torch.rand(self._input, generator=seeded_generator(self._seed, "mask", index))
+            for index in indices
+        ]
+        return torch.stack(rows) < _MASKED_SHARE
+
+
+class TextWindows:
+    """Windows of a text, one after the other, as the inputs of a plan.
 
     The last 5% of the text is for evaluation; where documents are classes, every 20th window.
     """
@@ -38,10 +105,8 @@ class TextWindows:
     ) -> None:
         self._tokens = tokens
         self._task = task
-        self._seed = seed
-        self._shapes = {spec.name: spec.sample_sizes(plan.sizes) for spec in plan.inputs}
-        self._input = self._shapes[task.sample][0]
-        self._answer = self._answer_length()
+        self._made = WindowFields(task, plan, seed=seed, mask=tokens.mask)
+        self._stride = self._made.stride
         whole = len(tokens.ids)
         if task.objective == "classify":
             every = round(1 / EVALUATION_SHARE)
@@ -68,68 +133,13 @@ class TextWindows:
         return len(self._starts)
 
     def get(self, indices: Sequence[int], fields: Collection[str]) -> dict[str, Tensor]:
-        windows = self._windows(indices)
-        return {name: self._field(name, indices, windows) for name in fields}
-
-    def _answer_length(self) -> int:
-        """Tokens of a window after the input's own."""
-        if self._task.objective == "seq2seq":
-            answer = "labels" if "labels" in self._shapes else "decoder_input_ids"
-            return self._shapes[answer][0] if answer in self._shapes else self._input
-        return 1 if self._task.label == TARGET else 0
-
-    @property
-    def _stride(self) -> int:
-        return self._input + self._answer
-
-    def _windows(self, indices: Sequence[int]) -> Tensor:
         ids = self._tokens.ids
         starts = [self._starts[index] for index in indices]
         rows = [ids[start : start + self._stride].astype("int64") for start in starts]
-        return torch.stack([torch.from_numpy(row) for row in rows])
-
-    def _field(self, name: str, indices: Sequence[int], windows: Tensor) -> Tensor:
-        if name == self._task.sample:
-            return self._sample(indices, windows)
-        if name == self._task.label:
-            return self._label(indices, windows)
-        size = (len(indices), *self._shapes[name])
-        if name.endswith("attention_mask"):
-            return torch.ones(size, dtype=torch.int64)
-        if name == "token_type_ids":
-            return torch.zeros(size, dtype=torch.int64)
-        if name == "position_ids":
-            return torch.arange(size[-1]).expand(size)
-        if name == "decoder_input_ids":
-            answer = windows[:, self._input :]
-            return torch.cat([torch.zeros_like(answer[:, :1]), answer[:, :-1]], dim=1)
-        raise DataError(
-            f"no text gives the model's input {name}.", "--data my_file.py:function with that field"
-        )
-
-    def _sample(self, indices: Sequence[int], windows: Tensor) -> Tensor:
-        sample = windows[:, : self._input]
-        if self._task.objective == "masked":
-            return sample.masked_fill(self._hidden(indices), self._tokens.mask)
-        return sample
-
-    def _label(self, indices: Sequence[int], windows: Tensor) -> Tensor:
-        match self._task.objective:
-            case "seq2seq":
-                return windows[:, self._input :]
-            case "masked":
-                return windows.masked_fill(~self._hidden(indices), IGNORED)
-            case "classify":
-                return torch.tensor([self._class_of(self._starts[index]) for index in indices])
-        return windows[:, 1:] if self._task.label == TARGET else windows
-
-    def _hidden(self, indices: Sequence[int]) -> Tensor:
-        """Which tokens are masked: a function of the seed and the window alone."""
-        rows = [
-            torch.rand(self._input, generator=seeded_generator(self._seed, "mask", index))
-            for index in indices
-        ]
-        return torch.stack(rows) < _MASKED_SHARE
+        windows = torch.stack([torch.from_numpy(row) for row in rows])
+        is_classified = self._task.objective == "classify"
+        classes = [self._class_of(start) for start in starts] if is_classified else []
+        return {name: self._made.field(name, indices, windows, classes) for name in fields}
 
     def _class_of(self, start: int) -> int:
         documents = self._tokens.starts

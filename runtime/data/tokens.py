@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..extras import install
+from ..locations import is_url
 from ..serialization import Origin, known_fields, parse_json, read_text, shaped
 from ..user_code import names_object
 
@@ -198,7 +199,7 @@ def read_bin(path: Path) -> Tokens:
     """Maps a tokenized file into memory. Raises DataError when it or its header is damaged."""
     if not path.is_file():
         raise DataError(f"--data {path}: no such file.")
-    header = _read_header(path)
+    header = read_header(path)
     dtype = np.dtype(header.dtype).newbyteorder("<")
     size = path.stat().st_size
     if size == 0 or size % dtype.itemsize:
@@ -218,7 +219,7 @@ def read_bin(path: Path) -> Tokens:
 
 
 @dataclass(frozen=True)
-class _Header:
+class Header:
     """The header of a tokenized file."""
 
     dtype: str = "uint16"
@@ -228,14 +229,14 @@ class _Header:
     starts: tuple[int, ...] = (0,)
 
 
-def _read_header(path: Path) -> _Header:
+def read_header(path: Path) -> Header:
     """The header of a tokenized file; other fields in it are ignored."""
     file = _header_path(path)
     if not file.is_file():
-        return _Header()
+        return Header()
     origin = Origin(str(file), DataError, "Tokenize the text again.")
-    raw = known_fields(_Header, parse_json(read_text(file, origin), origin))
-    header = shaped(_Header, raw, origin)
+    raw = known_fields(Header, parse_json(read_text(file, origin), origin))
+    header = shaped(Header, raw, origin)
     if header.dtype not in _DTYPES:
         raise DataError(f"{path} holds {header.dtype}.", f"Write {' or '.join(_DTYPES[1:])}.")
     starts, most = header.starts, 1 << (8 * np.dtype(header.dtype).itemsize)
@@ -315,7 +316,7 @@ def token_files(source: str) -> list[Path]:
 
 def is_plain_text(source: str) -> bool:
     """True if `--data` names text that is still to be tokenized."""
-    return not names_object(source) and not token_files(source)
+    return not (is_url(source) or names_object(source) or token_files(source))
 
 
 def read_token_files(files: Sequence[Path]) -> Tokens:

@@ -22,6 +22,7 @@ from ..config.batch_layout import EvaluationBatch, StepBatch
 from ..config.settings import RunConfig
 from ..data.datasets import Clusters, Digits
 from ..data.own_data import Part, own_parts
+from ..data.remote_text import RemoteText
 from ..data.sampler_order import order_of
 from ..data.samples import Columns, Naming, OwnDataset
 from ..data.streams import UNKNOWN_LENGTH, Stream, StreamSamples, first_rows
@@ -39,6 +40,7 @@ from ..data.tokens import (
     token_files,
 )
 from ..errors import LOADER_HAS_ENDED, AsyncPipeError, DataError, is_of_loader
+from ..locations import is_url
 from ..plan.plan import Plan
 from ..rng import drawing_from
 from ..tensor_files import dtype_of
@@ -233,6 +235,8 @@ def _opened(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
     source, dtype = config.data, dtype_of(config.dtype)
     if names_object(source):
         return _open_own(config, task)
+    if is_url(source):
+        return _open_remote(config, task, plan)
     if task.kind == "text":
         return _open_text(config, task, plan, folder)
     shape = next(spec for spec in plan.inputs if spec.name == task.sample).sample_sizes(plan.sizes)
@@ -306,6 +310,20 @@ def _read_evaluation(stream: Stream, naming: Naming, config: RunConfig) -> Datas
             "Give --eval-batches 100, which reads as many as it needs.",
         )
     return OwnDataset(rows, naming, None)
+
+
+def _open_remote(config: RunConfig, task: Task, plan: Plan) -> Data:
+    """The text at a URL, read while the run trains on it; it has no evaluation data."""
+    texts = RemoteText(config.data, task, plan, seed=config.seed)
+    naming = Naming(task, config.data, dtype=dtype_of(config.dtype))
+    stream = Stream(config.data, texts, texts.again)
+    return Data(
+        StreamSamples(stream, naming),
+        None,
+        config.data,
+        f"{config.data} (a stream of text)",
+        seed=config.seed,
+    )
 
 
 def _open_text(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
