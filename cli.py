@@ -1,4 +1,4 @@
-"""The seven commands, of which each is a module in commands/.
+"""The eight commands, of which each is a module in commands/.
 
 asyncpipe-partition --model gpt2 --stages 4
 asyncpipe-train generated_models/gpt2_4p
@@ -6,6 +6,7 @@ asyncpipe-inspect generated_models/gpt2_4p
 asyncpipe-compare generated_models/gpt2_4p --methods sync stash none
 asyncpipe-view runs/gpt2_4p/1
 asyncpipe-comm bench --ranks 2
+asyncpipe-job run job.toml
 asyncpipe-info
 """
 
@@ -56,6 +57,11 @@ def view() -> None:
 def comm() -> None:
     """Entry point of asyncpipe-comm."""
     _run_and_end("comm")
+
+
+def job() -> None:
+    """Entry point of asyncpipe-job."""
+    sys.exit(_run("job"))
 
 
 def info() -> None:

@@ -1,6 +1,6 @@
-"""The seven commands, one module each: parse, call, print.
+"""The eight commands, one module each: parse, call, print.
 
-partition, train, inspect, compare, info, view    the `app` of each command
+partition, train, inspect, compare, info, view, job    the `app` of each command
 comm, comm_*                                      asyncpipe-comm and its subcommands
 options, training_options                         their options, in groups
 running                                           error messages and exit codes of all commands

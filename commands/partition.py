@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from cyclopts import Parameter
 
 from ..partitioner.planning.options import OPTIONS, PartitionOptions
 from ..runtime.limits import flag_of
-from ..runtime.user_code import portable
+from ..runtime.user_code import command_line
 from .console import (
     PhaseDisplay,
     make_console,
@@ -69,7 +68,7 @@ def _partition(model: str, options: CommandOptions, chosen: PartitionOptions) ->
         plan = partition_spec(
             model,
             chosen,
-            command=_command_line("asyncpipe-partition"),
+            command=command_line("asyncpipe-partition", sys.argv[1:]),
             on_phase=display.end_phase,
             on_progress=display.progress,
         )
@@ -170,13 +169,6 @@ def _devices(options: CommandOptions, given: Mapping[str, Any]) -> dict[str, Any
     if options.hosts is not None:
         return {"devices": cluster_of_hosts(options.hosts)}
     return {} if devices is None else {"devices": read_cluster(devices)}
-
-
-def _command_line(name: str) -> str:
-    """The command that made a plan, without what does not change it."""
-    dropped = {"--force", "--json", "--no-cache", "--quiet", "-q", "--verbose", "-v"}
-    tokens = [portable(token) for token in sys.argv[1:] if token not in dropped]
-    return shlex.join([name, *tokens])
 
 
 def _by_key(flag: str, given: list[str] | None) -> dict[str, str]:

@@ -79,6 +79,16 @@ def run(app: App) -> int:
         errors.show_cursor(True)
 
 
+def check_words(app: App, words: list[str]) -> None:
+    """Raises the usage error that a command would answer these words with. Runs nothing."""
+    from cyclopts import CycloptsError
+
+    try:
+        app.parse_args(_in_ours(app, words), exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise usage(f"{app.name[0]}: {_usage_fault(app, error)}") from error
+
+
 def _in_ours(app: App, words: list[str]) -> list[str]:
     """The words of a command line with our options in place of other tools' names for them."""
     names = _NAMES.get(app.name[0], _NO_NAMES)

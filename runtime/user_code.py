@@ -16,13 +16,14 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import shlex
 import signal
 import stat
 import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -380,6 +381,18 @@ def portable(text: str) -> str:
     """
     path, colon, function = text.partition(":")
     return Path(path).name + colon + function if Path(path).is_absolute() else text
+
+
+_WITHOUT_EFFECT = {"--force", "--json", "--no-cache", "--quiet", "-q", "--verbose", "-v"}
+
+
+def command_line(name: str, words: Sequence[str]) -> str:
+    """The command that made a plan, without what does not change it.
+
+    >>> command_line("asyncpipe-partition", ["--model", "/home/me/nets.py:build", "--force"])
+    'asyncpipe-partition --model nets.py:build'
+    """
+    return shlex.join([name, *(portable(word) for word in words if word not in _WITHOUT_EFFECT)])
 
 
 def file_hash(path: Path) -> str:

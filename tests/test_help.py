@@ -18,7 +18,7 @@ from asyncpipe.tests.support.processes.in_process import command
 
 COMMANDS = (
     ("partition",), ("train",), ("train", "report"), ("train", "predict"), ("train", "export"),
-    ("compare",), ("inspect",), ("info",), ("view",), ("comm", "bench"),
+    ("compare",), ("inspect",), ("info",), ("view",), ("comm", "bench"), ("job", "run"),
 )  # fmt: skip
 
 

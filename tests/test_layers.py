@@ -28,6 +28,7 @@ LAYERS = (
     "runtime/launch",
     "runtime/experiments",
     "runtime/communication",
+    "runtime/job",
     "partitioner/models",
     "partitioner/capture",
     "partitioner/profile",

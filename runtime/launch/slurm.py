@@ -45,8 +45,18 @@ def batch_script(settings: Settings) -> str:
     return sbatch_script(settings, job.plan, ranks)
 
 
-def sbatch_script(settings: Settings, plan: Plan, ranks: int) -> str:
+def sbatch_script(
+    settings: Settings,
+    plan: Plan,
+    ranks: int,
+    *,
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
+) -> str:
     """The script for this number of ranks; `settings` are as the user gave them.
+
+    before: commands that run on the first host before the ranks start.
+    after: commands that run there when the ranks have made all their steps.
 
     Raises SettingsError when the ranks cannot be distributed over the hosts.
     """
@@ -72,14 +82,17 @@ def sbatch_script(settings: Settings, plan: Plan, ranks: int) -> str:
     if settings.output is None:
         runs = Path("runs") / Path(settings.folder).resolve().name
         resume += f' --output {shlex.quote(str(runs / "slurm-"))}"$SLURM_JOB_ID"'
+    then = [f'if [ "${{code:-0}}" -eq 0 ]; then {command}; fi' for command in after]
     lines += [
         "",
+        *before,
         f"srun --ntasks={ranks} {' '.join(options)} \\",
         f"    {shlex.join(train_command(settings))} \\",
         f"    {resume} || code=$?",
         "",
         "# There is a checkpoint: the time was nearly over, or the job is to make room.",
         'if [ "${code:-0}" -eq 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        *then,
         'exit "${code:-0}"',
     ]
     return "\n".join(lines) + "\n"

@@ -33,6 +33,9 @@ from ..errors import AsyncPipeError
 from ..import_path import is_own_folder
 from ..user_code import MOST_BYTES, file_hash, names_object
 
+STATE_VARIABLE = "ASYNCPIPE_STATE"
+"""The environment variable that names the folder of the marks."""
+
 _OURS = {*sys.stdlib_module_names, "asyncpipe", "torch"}
 
 
@@ -161,7 +164,7 @@ def content_hash(folder: str | Path) -> str:
 def state_folder() -> Path | None:
     """The folder of the marks: $ASYNCPIPE_STATE, or `asyncpipe` in the user's state folder; None if
     the user has no home."""
-    if own := os.environ.get("ASYNCPIPE_STATE"):
+    if own := os.environ.get(STATE_VARIABLE):
         return Path(own)
     if base := os.environ.get("XDG_STATE_HOME"):
         return Path(base) / "asyncpipe"

@@ -72,7 +72,7 @@ def _start():
     python = folder / "python"
     client = f"{sys.executable} -I -S {__file__} {folder / 'socket'}"
     scripts = {python: f'#!/bin/sh\nexec {client} "$@"\n'}
-    commands = ("partition", "train", "inspect", "compare", "info", "view", "comm")
+    commands = ("partition", "train", "inspect", "compare", "info", "view", "comm", "job")
     for name in (*(f"asyncpipe-{command}" for command in commands), "torchrun"):
         _, _, body = (real / name).read_text().partition("\n")
         scripts[folder / name] = f"#!{python}\n{body}"

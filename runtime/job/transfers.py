@@ -1,0 +1,106 @@
+"""Files between a job's folder and its URLs: data and plans fetched, plans and results uploaded.
+
+What is complete is not fetched again: a list of the fetched files and their versions is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import DataError
+from ..formatting import write_bytes
+from ..locations import LocationError, RemoteFolder
+from ..serialization import Origin, parse_json, read_text
+
+_LIST = ".fetched.json"
+_PLAN_FILE = "plan.json"
+MADE_FROM = "made-from.json"
+"""What a job's plan was made from (`steps.made_from`), next to plan.json."""
+
+
+def fetch(url: str, target: Path) -> str:
+    """Copies all files of a location into a folder; returns what was done in words.
+
+    Raises LocationError when they cannot be read, and for a name that leads out of the folder.
+    """
+    location = RemoteFolder(url)
+    files = location.list()
+    for file in files:
+        if ".." in Path(file.name).parts:
+            raise LocationError(f"{url} has a file with the name {file.name!r}.", "Rename it.")
+    known = _read_list(target / _LIST)
+    waiting = [
+        file
+        for file in files
+        if known.get(file.name) != file.version or not (target / file.name).is_file()
+    ]
+    target.mkdir(parents=True, exist_ok=True)
+    for file in waiting:
+        location.fetch(file, target / file.name)
+        known[file.name] = file.version
+        _write(target / _LIST, known)
+    for name in known.keys() - {file.name for file in files}:
+        (target / name).unlink(missing_ok=True)
+    size = write_bytes(sum(file.bytes for file in waiting))
+    kept = len(files) - len(waiting)
+    return f"{len(waiting)} files, {size}" + (f"; {kept} were here" if kept else "")
+
+
+def upload(files: Iterable[Path], base: Path, url: str) -> str:
+    """Copies files, under their paths in `base`, to a location; returns what was done in words."""
+    location = RemoteFolder(url)
+    count = size = 0
+    for file in files:
+        location.put_file(file, file.relative_to(base).as_posix())
+        count, size = count + 1, size + file.stat().st_size
+    return f"{count} files, {write_bytes(size)}"
+
+
+def upload_plan(plan: Path, url: str) -> str:
+    """Copies a generated folder; its plan.json last, without which it is not complete."""
+    inside = [
+        path for path in plan.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    ]
+    last = [plan / MADE_FROM, plan / _PLAN_FILE]
+    return upload([*sorted({*inside} - {*last}), *last], plan, url)
+
+
+def fetch_plan(url: str, aside: Path) -> bool:
+    """Copies a complete generated folder from a location; False if there is none."""
+    try:
+        names = {file.name for file in RemoteFolder(url).list()}
+    except LocationError as missing:
+        if isinstance(missing.__cause__, Exception):
+            raise
+        return False
+    if _PLAN_FILE not in names:
+        return False
+    fetch(url, aside)
+    (aside / _LIST).unlink()
+    return True
+
+
+def read_made_from(plan: Path) -> object:
+    """What a plan was made from; None if it is not known."""
+    path = plan / MADE_FROM
+    origin = Origin(str(path), DataError, "Remove it.")
+    return parse_json(read_text(path, origin), origin) if path.is_file() else None
+
+
+def _read_list(path: Path) -> dict[str, str]:
+    origin = Origin(str(path), DataError, "Remove it.")
+    raw = parse_json(read_text(path, origin), origin) if path.is_file() else {}
+    return {str(name): str(version) for name, version in raw.items()}
+
+
+def _write(path: Path, value: object) -> None:
+    aside = path.with_name(f"{path.name}.new")
+    aside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    aside.replace(path)
+
+
+def write_made_from(plan: Path, value: object) -> None:
+    """Notes what a plan was made from."""
+    _write(plan / MADE_FROM, value)

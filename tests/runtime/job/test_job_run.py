@@ -1,0 +1,127 @@
+"""A job runs whole against a bucket, and a killed one continues on a fresh machine."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import s3fs
+
+from asyncpipe.runtime.checkpoint.remote import Location
+from asyncpipe.runtime.job.sagemaker import METRICS
+from asyncpipe.tests.support.oracles.resumed_runs import assert_same, tensors_in
+from asyncpipe.tests.support.processes.quick_python import bin_folder
+from asyncpipe.tests.support.processes.s3_server import bucket
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "residual_mlp.py"
+JOB = """
+[model]
+model = "{example}:build"
+loss = "cross_entropy"
+
+[plan]
+stages = "2"
+
+[train]
+data = "{data}:load"
+steps = "48"
+lr = "1e-2"
+micro_batches = 2
+save_every = 4
+eval_batches = 2
+log_every = 10
+
+[data]
+uri = "{bucket}/points"
+
+[storage]
+checkpoints_uri = "{bucket}/{name}/checkpoints"
+output = "{bucket}/{name}/output"
+"""
+DATA = """
+import os
+import numpy as np
+
+def load():
+    folder = os.environ["ASYNCPIPE_DATA"]
+    x = np.fromfile(f"{folder}/x.bin", dtype="f4").reshape(-1, 16)
+    y = np.fromfile(f"{folder}/more/y.bin", dtype="i8")
+    return (x, y), (x[:8], y[:8])
+"""
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with bucket() as url:
+        files, numbers = s3fs.S3FileSystem(), np.random.default_rng(0)
+        points = numbers.standard_normal((64, 16)).astype("f4")
+        files.pipe_file(f"{url}/points/x.bin", points.tobytes())
+        files.pipe_file(f"{url}/points/more/y.bin", numbers.integers(4, size=64).tobytes())
+        yield url
+
+
+def written(folder: Path, s3: str) -> Path:
+    """A job file, and its data function."""
+    file = folder / "points.toml"
+    (folder / "points_data.py").write_text(DATA)
+    file.write_text(
+        JOB.format(example=EXAMPLE, data=folder / "points_data.py", bucket=s3, name=folder.name)
+    )
+    return file
+
+
+def start(folder: Path, job: Path, *arguments: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [bin_folder() / "asyncpipe-job", "run", str(job), "--trust", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(place: Location, after: str, process: subprocess.Popen[str]) -> None:
+    while not [name for name in place.names() if name > after]:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def test_a_killed_job_continues_on_a_fresh_machine_to_the_last_bit(tmp_path: Path, s3: str) -> None:
+    job, place = written(tmp_path, s3), Location(f"{s3}/{tmp_path.name}/checkpoints")
+    first = start(tmp_path / "first", job)
+    wait_for(place, "", first)
+    first.kill()
+    first.communicate()
+
+    newest = place.names()[-1]
+    second = start(tmp_path / "second", job)
+    wait_for(place, newest, second)
+    second.send_signal(signal.SIGTERM)
+    printed, _ = second.communicate(timeout=120)
+    assert second.returncode == 143, printed
+    assert f"plan    jobs/points/plan from {place.url}/plan" in printed
+    assert "asyncpipe-partition" not in printed
+
+    third = start(tmp_path / "third", job)
+    printed, _ = third.communicate(timeout=120)
+    assert third.returncode == 0, printed
+    for pattern in METRICS.values():
+        assert re.search(pattern, printed, re.MULTILINE), pattern
+    files = s3fs.S3FileSystem()
+    files.get(f"{place.url}/plan", str(tmp_path / "copies" / "plan"), recursive=True)
+    own = (f"storage.checkpoints_uri=file://{tmp_path}/copies",)
+    own += (f"storage.output=file://{tmp_path}/straight",)
+    straight = start(tmp_path / "fourth", job, *own)
+    printed, _ = straight.communicate(timeout=120)
+    assert straight.returncode == 0, printed
+    files.get(f"{s3}/{tmp_path.name}/output", str(tmp_path / "output"), recursive=True)
+    for name in ("report.html", "metrics.jsonl", "config.toml", "plan.json"):
+        assert (tmp_path / "output" / name).is_file(), name
+    assert_same(tensors_in(tmp_path / "output/weights"), tensors_in(tmp_path / "straight/weights"))
