@@ -147,7 +147,7 @@ class StepRecord:
             record[f"{part}_shares"] = [round(share, 4) for share in shares]
         for name in ("exchange_s", "writing_s"):
             record[name] = [round(seconds, 6) for seconds in record[name]]
-        if not self.summed_elements:
+        if not any(self.exchange_s):
             del record["summed_elements"], record["syncs_per_s"]
             record = {name: record[name] for name in record if not name.startswith("exchange")}
         if not self.sent_bytes:

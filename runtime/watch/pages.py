@@ -14,7 +14,7 @@ from ..formatting import Column, Table, write_duration
 from ..monitoring.run_files import METRICS, RunRecords, gathered, number
 from ..monitoring.tail import Tail
 from ..reports.comparison import compare_runs, comparison_values
-from ..reports.measures import title_of
+from ..reports.measures import status_of, title_of
 from ..reports.page import run_values
 from ..reports.rendering import render
 from ..reports.run_step import RunPlan
@@ -133,7 +133,7 @@ def status_line(run: RunRecords, seen: RanksSeen) -> str:
     steps = number(run.config, "steps")
     of = f" of {steps:g}" if steps > 0 else ""
     if seen.standing == "ended":
-        return f"✓ {run.last_step} steps"
+        return status_of(run)
     if seen.standing == "starting" and not run.last_step:
         return "starting"
     between = " after" if seen.standing in OVER else ":"

@@ -38,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generated") / "mlp"
     write_mlp(folder)
     write_mlp(folder.parent / "mlp4", stages=4)
+    write_mlp(folder.parent / "noisy", noisy=True)
     write_text(folder.parent / "text")
     return folder
 
@@ -84,6 +85,7 @@ def test_epochs_are_the_steps_of_that_many_samples(
         ("mlp", {"schedule": "async-1f1b", "flush_every": 1, "ranks": 1}),
         ("mlp", {"schedule": "auto", "ranks": 1}),
         ("mlp4", {"schedule": "zb-v", "ranks": 2}),
+        ("noisy", {"schedule": "gpipe", "batch_norm": "mini-batch", "epochs": 1.08}),
         ("text", {"schedule": "ddp", "replicas": 2}),
         ("text", {"schedule": "1f1b", "replicas": 2, "micro_batches": 2, "check_replicas": 1}),
     ],
@@ -95,12 +97,12 @@ def test_an_epoch_that_steps_do_not_divide_trains_alike_on_any_ranks(
     """53 samples in 3 steps of 16 and one of 5: of its 4 micro-batches one is smaller and two are
     empty, so that the second of two replicas has none."""
     usual: dict[str, Any] = {"dtype": "float64", "data": points, "micro_batches": 4, "pin": "none"}
-    usual |= {"epochs": 1.06, "optimizer": "sgd", "lr": 0.1}
+    usual |= {"epochs": 1.06, "optimizer": "sgd", "lr": 0.1, "clip": 0.0}
     if name == "text":  # 123 samples in 7 steps of 16, and one of 11: each holder of the tied
         (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 97)
         usual |= {"data": str(tmp_path / "text.txt"), "epochs": 1.0}
     folders = folder.parent
-    usual["clip"] = options.get("clip", 0.0)
+    usual |= {key: options[key] for key in ("clip", "batch_norm", "epochs") if key in options}
     run(given(folders / name, tmp_path / "plain", **usual), FACTORY)
     run(given(folders / name, tmp_path / "run", **(usual | options)), FACTORY)
     expected, found = steps(tmp_path / "plain"), steps(tmp_path / "run")
