@@ -120,13 +120,13 @@ _NOT_TEXT = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 def to_yaml(value: Any, indent: int = 0) -> str:
     """Dicts, lists, texts and numbers as YAML.
 
-    >>> print(to_yaml({"kind": "Job", "args": ["a b", {"count": 1, "on": "yes"}], "empty": {}}), end="")
+    >>> print(to_yaml({"kind": "Job", "args": ["a b", {"count": 1, "on": "yes"}], "n": {}}), end="")
     kind: Job
     args:
       - "a b"
       - count: 1
         "on": "yes"
-    empty: {}
+    "n": {}
     """
     return "".join(f"{' ' * indent}{line}\n" for line in _yaml_lines(value))
 

@@ -73,9 +73,11 @@ def _start():
     client = f"{sys.executable} -I -S {__file__} {folder / 'socket'}"
     scripts = {python: f'#!/bin/sh\nexec {client} "$@"\n'}
     commands = ("partition", "train", "inspect", "compare", "info", "view", "comm", "job")
-    for name in (*(f"asyncpipe-{command}" for command in commands), "torchrun"):
-        _, _, body = (real / name).read_text().partition("\n")
-        scripts[folder / name] = f"#!{python}\n{body}"
+    for command in commands:
+        body = f"import sys\nfrom asyncpipe.cli import {command}\nsys.exit({command}())\n"
+        scripts[folder / f"asyncpipe-{command}"] = f"#!{python}\n{body}"
+    _, _, body = (real / "torchrun").read_text().partition("\n")
+    scripts[folder / "torchrun"] = f"#!{python}\n{body}"
     for name in ("mpiexec", "mpirun"):  # no links: it looks for a helper beside itself
         if (real / name).is_file():
             scripts[folder / name] = f'#!/bin/sh\nexec {real / name} "$@"\n'
