@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from .comm_bench import bench_command
+from .comm_locality import locality_command
 from .options import make_app
 
 app = make_app("asyncpipe-comm", "Measure the links between ranks, and explain what they cost.")
 
 app.command(bench_command, name="bench")
+app.command(locality_command, name="locality")

@@ -9,6 +9,7 @@ namespaces.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -20,13 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import AsyncPipeError
+from ..import_path import ISOLATED
+from ..process import die_with_parent
 
 NEEDED = ("ip", "tc", "unshare", "nsenter", "mount")
-# A host's process ends with the one that made it: 1 is PR_SET_PDEATHSIG, 9 SIGKILL.
-_SLEEP = (
-    "import ctypes, signal, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "sys.stdout.write('x'); sys.stdout.flush(); signal.pause()"
-)
+_SLEEP = ("sh", "-c", "echo; exec sleep infinity")
 
 
 class HostsError(AsyncPipeError):
@@ -38,11 +37,13 @@ class Host:
     """An emulated host.
 
     name, address: its host name and its address on the bridge.
+    process: the id of the process that keeps its namespaces.
     enter: the command, with its arguments, that enters its namespaces.
     """
 
     name: str
     address: str
+    process: int
     enter: tuple[str, ...]
 
     def command(self, *command: str) -> list[str]:
@@ -96,11 +97,35 @@ def hosts(
             host = Host(
                 name,
                 address,
+                pid,
                 (*as_root, "nsenter", f"--target={pid}", "--net", "--uts", "--mount"),
             )
             _connect(host, pid, on_switch, file, rate)
             made.append(host)
         yield made
+
+
+@contextmanager
+def in_network(process: int) -> Iterator[None]:
+    """Lets this thread open its sockets on the emulated host that a process keeps; open sockets
+    stay where they are. Raises HostsError where the system does not permit it."""
+    with ExitStack() as stack:
+        own = stack.enter_context(open("/proc/thread-self/ns/net"))
+        try:
+            other = stack.enter_context(open(f"/proc/{process}/ns/net"))
+            _set_network(other.fileno())
+        except OSError as error:
+            raise _impossible((error.strerror or str(error)).lower()) from error
+        try:
+            yield
+        finally:
+            _set_network(own.fileno())
+
+
+def _set_network(file: int) -> None:
+    new_network = 0x40000000  # CLONE_NEWNET
+    if ctypes.CDLL(None, use_errno=True).setns(file, new_network):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def cut_link(host: Host) -> None:
@@ -117,7 +142,7 @@ def _connect(
     host: Host, pid: int, on_switch: tuple[str, ...], file: Path, mbit_s: float | None
 ) -> None:
     set_name = "import socket, sys; socket.sethostname(sys.argv[1])"
-    host.run(sys.executable, "-I", "-c", set_name, host.name)
+    host.run(sys.executable, *ISOLATED, "-c", set_name, host.name)
     host.run("mount", "--bind", str(file), "/etc/hosts")
     port = f"to-{host.name}"
     _run(
@@ -139,14 +164,15 @@ def _connect(
 def _sleeping(*command: str) -> Iterator[int]:
     """The id of a process that sleeps in the namespaces that the command makes."""
     process = subprocess.Popen(
-        [*command, sys.executable, "-I", "-c", _SLEEP],
+        [*command, *_SLEEP],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=die_with_parent,
     )
     assert process.stdout is not None and process.stderr is not None
     try:
-        if process.stdout.read(1) != "x":
+        if process.stdout.read(1) != "\n":
             raise _impossible(f"{' '.join(command)}: {process.stderr.read().strip()}")
         yield process.pid
     finally:

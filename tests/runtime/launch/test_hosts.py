@@ -233,7 +233,7 @@ def test_two_hosts_that_are_started_by_hand_make_the_losses_of_one(
         assert "2 processes on 2 hosts by hand · gloo over eth0" in words
         assert "ranks 0 on h1, 1 on h2" in words
     given: dict[str, Any] = {"steps": 5, "dtype": "float64", "clip": 0.5, "log_every": 1}
-    given |= {"threads": 1, "data": "clusters"}
+    given |= {"threads": 1, "data": "clusters", "eval_batches": 2}
     run(Settings(folder=str(folder / "mlp2"), output=str(tmp_path / "one"), **given), FACTORY)
     assert losses(tmp_path / "tcp") == losses(tmp_path / "file") == losses(tmp_path / "one")
 
