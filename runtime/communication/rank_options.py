@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from ..config.execution_options import ExecutionOptions
+from ..config.execution_options import TRANSPORTS, ExecutionOptions
 from ..config.learning_options import LAUNCH
 from ..limits import Choice, Whole
 from ..options import option, same_option
@@ -21,7 +21,11 @@ class RankOptions:
     ranks: int = _own(
         2, Whole(1, 2**10, 4), "Ranks to start on this machine; a launcher's ranks are taken as is."
     )
-    transport: str = _same("transport")
+    transport: str = _own(
+        "auto",
+        Choice(TRANSPORTS),
+        "Transport of messages; auto selects the fastest that works here.",
+    )
     device: str = _own(
         "auto",
         Choice(("auto", "cpu", "cuda")),

@@ -25,9 +25,9 @@ _logs = partial(option, group=LOGGING)
 _computes = partial(option, group=DEVICES)
 _launches = partial(option, group=LAUNCH)
 
+TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "mpi")
 LEFT_OUT = "none"
-"""The transport that carries nothing."""
-TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "mpi", LEFT_OUT)
+"""The transport that carries nothing, which a run may have."""
 
 _UNITS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _FORM = re.compile("".join(rf"(?:(\d+){unit})?" for unit in _UNITS))
@@ -260,7 +260,7 @@ class ExecutionOptions:
     )
     transport: str = _launches(
         "auto",
-        Choice(TRANSPORTS),
+        Choice((*TRANSPORTS, LEFT_OUT)),
         "Transport of boundary tensors; auto selects the fastest that works here. none leaves the "
         "network out, to measure the computation alone: ranks make these tensors themselves, "
         "losses are meaningless, and no weights are written.",

@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncpipe.runtime.config.execution_options import TRANSPORTS
+from asyncpipe.runtime.communication.rank_options import RankOptions
+from asyncpipe.runtime.config.execution_options import LEFT_OUT, TRANSPORTS
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.distributed.ranks import ALONE, RankInfo
 from asyncpipe.runtime.errors import TransportError
+from asyncpipe.runtime.options import options_of
 from asyncpipe.runtime.training.setup import agree_on_transport, expect_transport
 from asyncpipe.runtime.transports.choose import (
     Circumstances,
@@ -120,3 +122,9 @@ def test_one_process_needs_none() -> None:
 def test_every_name_that_may_be_asked_for_is_known(name: str) -> None:
     where = OWN_GPUS if name == "nccl" else Circumstances(1) if name == "local" else ONE_HOST
     assert choose(name, where).name in TRANSPORTS[1:]
+
+
+def test_only_a_run_may_leave_the_network_out() -> None:
+    of_run, of_ranks = (options_of(kind)["transport"].limit for kind in (Settings, RankOptions))
+    assert of_run.has(LEFT_OUT) and not of_ranks.has(LEFT_OUT)
+    assert choose(LEFT_OUT, ONE_HOST).name == choose(LEFT_OUT, Circumstances(1)).name == LEFT_OUT
