@@ -19,6 +19,7 @@ from asyncpipe.tests.support.processes.in_process import command
 COMMANDS = (
     ("partition",), ("train",), ("train", "report"), ("train", "predict"), ("train", "export"),
     ("compare",), ("inspect",), ("info",), ("view",), ("comm", "bench"), ("job", "run"),
+    ("comm", "measure"),
 )  # fmt: skip
 
 

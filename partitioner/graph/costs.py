@@ -340,9 +340,11 @@ class StageSums:
         return np.asarray(both_ways_ms(self.send_ms, self.receive_ms, self.duplex))
 
     def __getitem__(self, which: Any) -> StageSums:
-        all_amounts = {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)}
-        chosen = {name: of[which] if of.ndim else of for name, of in all_amounts.items()}
-        return StageSums(**{**chosen, "duplex": self.duplex})
+        chosen: dict[str, Any] = {"duplex": self.duplex}
+        for name in (field.name for field in fields(self) if field.name != "duplex"):
+            amounts = np.asarray(getattr(self, name))
+            chosen[name] = amounts[which] if amounts.ndim else amounts
+        return StageSums(**chosen)
 
 
 def stage_sums(

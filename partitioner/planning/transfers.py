@@ -84,8 +84,8 @@ class _Transfers:
 
     def _both_ways(self, of_stages: Sequence[Sequence[float]]) -> tuple[float, ...]:
         return tuple(
-            float(both_ways_ms(*of_stage, duplex))
-            for of_stage, duplex in zip(of_stages, self._duplex, strict=True)
+            float(both_ways_ms(sending_ms, receiving_ms, duplex))
+            for (receiving_ms, sending_ms), duplex in zip(of_stages, self._duplex, strict=True)
         )
 
 

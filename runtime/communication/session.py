@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import permutations
@@ -68,18 +69,24 @@ class Session:
         not, on a timeout."""
         if self.group is None:
             return
-        try:
+        with self._waiting():
             dist.barrier(group=self.group)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The JSON value of each rank, on all ranks. Raises TransportError as `barrier` does."""
+        with self._waiting():
+            return _gathered(value, self.ranks, self.group)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise TransportError(
                 f"rank {self.rank} on {self.hosts[self.rank]} waited {self.timeout_s:g} s for the "
                 f"others: {' '.join(str(error).split())[:200]}",
                 "See what the other ranks do, or allow more time with --timeout-s.",
             ) from error
-
-    def gathered(self, value: Any) -> list[Any]:
-        """The JSON value of each rank, on all ranks."""
-        return _gathered(value, self.ranks, self.group)
 
     def open_transport(self, lanes: Iterable[Lane] | None = None) -> Transport:
         """A transport among all ranks, which all of them open.

@@ -75,7 +75,7 @@ def describe(
 ) -> OutOfMemory:
     """The error with rank, step, action, requested, free and planned memory, and remedies."""
     activity, _ = activities.now
-    free, whole = _room(world.machine.device)
+    free, whole = free_and_total_bytes(world.machine.device)
     request = _WANTED.search(str(error))
     wanted = (
         f"wanted {write_bytes(int(float(request[1]) * _UNITS[request[2]]))}, " if request else ""
@@ -99,7 +99,7 @@ def _step(activity: Activity, activities: Activities, config: RunConfig) -> int:
     return activities.step + activity.index // config.micro_batches
 
 
-def _room(device: torch.device | str) -> tuple[int, int]:
+def free_and_total_bytes(device: torch.device | str) -> tuple[int, int]:
     """The free bytes for this process, and the total."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)

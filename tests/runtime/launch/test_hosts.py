@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from asyncpipe.partitioner.planning.cluster_file import read_cluster
 from asyncpipe.runtime.communication.hosts import Host, HostsError, cut_link, hosts, restore_link
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.transports.mpi import mpiexec
@@ -236,6 +237,20 @@ def test_two_hosts_that_are_started_by_hand_make_the_losses_of_one(
     given |= {"threads": 1, "data": "clusters", "eval_batches": 2}
     run(Settings(folder=str(folder / "mlp2"), output=str(tmp_path / "one"), **given), FACTORY)
     assert losses(tmp_path / "tcp") == losses(tmp_path / "file") == losses(tmp_path / "one")
+
+
+def test_the_rate_of_each_direction_is_measured(tmp_path: Path) -> None:
+    measure = (str(bin_folder() / "asyncpipe-comm"), "measure", "--sizes", "2MiB", "--json")
+    with two_hosts() as both:
+        to_file = ("--output", str(tmp_path / "devices.toml"))
+        codes, told = Started(*by_hand(both, *measure, *to_file)).finish()
+    assert codes == [0, 0], told
+    answer = json.loads(told[0].splitlines()[-1])
+    for link in answer["links"]:  # at 100 Mbit/s
+        assert 8e3 * link["gb_s"] == pytest.approx(100, rel=0.1)
+    cluster = read_cluster(tmp_path / "devices.toml")
+    assert [device.host for device in cluster.devices] == ["h1", "h2"] and cluster.overlap
+    assert cluster.link(0, 1).duplex > 1.5
 
 
 def test_a_rank_that_was_not_started_by_hand_is_named(folder: Path, tmp_path: Path) -> None:
