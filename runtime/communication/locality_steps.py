@@ -103,8 +103,9 @@ def _commands(
         "rendezvous": f"tcp://{hosts[0].address}:{_PORT}",
         "output": run,
     }
+    model = Path(str(options.model)).absolute()  # a host has its own current folder
     flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    train = (sys.executable, *ISOLATED, "-c", _TRAIN, str(options.model), *flags, "--json")
+    train = (sys.executable, *ISOLATED, "-c", _TRAIN, str(model), *flags, "--json")
     return [
         hosts[place].command(*train, "--rank", str(rank))
         for rank, place in enumerate(hosts_of(split))

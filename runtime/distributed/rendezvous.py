@@ -41,6 +41,7 @@ from .ranks import RankInfo
 
 _HEAD = "head"
 _POLL_S = 0.02
+_TRY_AGAIN_S = 0.1
 _BEAT_S = 0.5
 """Seconds between two signs of rank 0 that it waits."""
 _SILENT_S = 3.0
@@ -56,6 +57,8 @@ def open_store(info: RankInfo, seconds: float) -> Store:
     """
     if info.file:
         return _file_store(info, seconds)
+    if info.rank != 0:
+        _await_head(info, seconds)
     return TCPStore(
         info.head,
         info.port,
@@ -65,6 +68,21 @@ def open_store(info: RankInfo, seconds: float) -> Store:
         wait_for_workers=False,
         multi_tenant=not info.shares_store,
     )
+
+
+def _await_head(info: RankInfo, seconds: float) -> None:
+    """Waits until rank 0's address answers: torch's store would print traces of its attempts.
+
+    Raises TransportError when it does not in time.
+    """
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        try:
+            with socket.create_connection((info.head, info.port), end_s - time.monotonic()):
+                return
+        except OSError:
+            time.sleep(_TRY_AGAIN_S)
+    raise unreachable(info, seconds)
 
 
 _MARK = b"\x09\0\0\0refcount/"
