@@ -232,7 +232,7 @@ def _started_by() -> str:
     info = find_rank_info(os.environ)
     if info is None:
         return "started by asyncpipe-train itself"
-    return f"though this process is rank {info.rank} of {info.ranks} of {info.launcher}"
+    return f"though this process is rank {info.rank} of {info.ranks}, started by {info.launcher}"
 
 
 def _threads_reason(machine: Machine, topology: Topology, ranks: int) -> str:
