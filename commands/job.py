@@ -29,7 +29,8 @@ def run_command(
     /,
     *values: Annotated[str, limited(_VALUE, "values")],
     system: Annotated[
-        Literal["local", "docker", "slurm", "kubernetes", "sagemaker"], Parameter(name="--on")
+        Literal["local", "ray", "docker", "slurm", "kubernetes", "sagemaker"],
+        Parameter(name="--on"),
     ] = "local",
     shown: Annotated[bool, Parameter(name="--print", negative=())] = False,
     only: Literal["prepare", "train", "upload"] | None = None,
@@ -50,8 +51,9 @@ def run_command(
     values
         Values that override those of the file, such as train.lr=1e-3.
     system
-        System of the job. local runs it on this machine; the others write its files into the
-        folder of the job, and print the commands that start it. [default: local]
+        System of the job. local runs it on this machine, and ray with its ranks on the Ray cluster
+        that this machine belongs to. The others write files into the folder of the job, and print
+        the commands that start it. [default: local]
     shown
         Print what would be done or written, and do nothing.
     only
@@ -64,7 +66,6 @@ def run_command(
         Show the traceback of an error.
     """
     from ..runtime.job.job_file import read_job
-    from ..runtime.job.runner import STEPS, JobRun, run_job, shown_steps
     from ..runtime.job.steps import JobFolder, partition_words, train_settings
     from .partition import app as partition
 
@@ -72,16 +73,26 @@ def run_command(
     own = JobFolder(folder or Path("jobs") / job.name, job)
     check_words(partition, partition_words(own)[1:])
     train_settings(own)
-    if system != "local":
-        if only is not None:
-            raise usage(f"--only {only} applies to --on local.")
-        _write(own, system, trust=trust, shown=shown)
-        return 0
+    if system in ("local", "ray"):
+        return _run(own, only, on_ray=system == "ray", trust=trust, shown=shown)
+    if only is not None:
+        raise usage(f"--only {only} applies to --on local and ray.")
+    _write(own, system, trust=trust, shown=shown)
+    return 0
+
+
+def _run(folder: JobFolder, only: str | None, *, on_ray: bool, trust: bool, shown: bool) -> int:
+    """Runs a job, or prints what it would do."""
+    from ..runtime.job.ray_ranks import connect_to_ray
+    from ..runtime.job.runner import STEPS, JobRun, run_job, shown_steps
+
     if shown:
-        print_text("\n".join(shown_steps(own, trust=trust)))
+        print_text("\n".join(shown_steps(folder, trust=trust)))
         return 0
-    scripts = Path(sys.argv[0]).absolute().parent
-    return run_job(JobRun(own, scripts, trust, print_text), (only,) if only else STEPS)
+    if on_ray:
+        connect_to_ray(folder.job)
+    run = JobRun(folder, Path(sys.argv[0]).absolute().parent, trust, print_text)
+    return run_job(run, (only,) if only else STEPS, on_ray=on_ray)
 
 
 def _write(folder: JobFolder, system: str, *, trust: bool, shown: bool) -> None:

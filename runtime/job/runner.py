@@ -21,14 +21,26 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from ..checkpoint.folders import FolderLock
 from ..config.execution_options import seconds_of
 from ..launch.local import ended_after
-from ..plan.trust import is_trusted, remember
+from ..plan.trust import STATE_VARIABLE, is_trusted, remember, state_folder
 from ..process import STOPPED, STOPPING, Ended, die_with_parent, handled
 from .job_file import JobDescription, JobError, check_code_of, remember_code_named_by
-from .steps import JobFolder, check_plan, made_from, partition_words, train_words, variables
+from .ray_ranks import RayRanks
+from .steps import (
+    JobFolder,
+    check_plan,
+    made_from,
+    partition_words,
+    ranks_of,
+    run_words,
+    train_settings,
+    train_words,
+    variables,
+)
 from .transfers import (
     fetch,
     fetch_plan,
@@ -64,14 +76,18 @@ class JobRun:
         return self.folder.job
 
 
-def run_job(run: JobRun, steps: Sequence[str] = STEPS) -> int:
+def run_job(run: JobRun, steps: Sequence[str] = STEPS, *, on_ray: bool = False) -> int:
     """Runs these steps; returns the exit code of the first command that fails, else 0.
+
+    on_ray: the ranks are actors of the Ray cluster that this process has joined.
 
     Raises Ended after a signal that came while no command ran, and AsyncPipeError.
     """
     job = run.job
     check_code_of(job, str(run.folder.plan), trust=run.trust)
     remember_code_named_by(job)
+    if job.hosts > 1 and not on_ray:
+        run.say(f"note    this machine runs all processes, not {job.hosts} hosts")
     limit = job.resources.max_run
     with ExitStack() as stack:
         commands = stack.enter_context(_Commands(run))
@@ -83,7 +99,7 @@ def run_job(run: JobRun, steps: Sequence[str] = STEPS) -> int:
                 return code
         if TRAIN in steps:
             check_plan(run.folder)
-            if code := commands.run(train_words(run.folder, trust=run.trust)):
+            if code := (commands.run_on_ray() if on_ray else commands.train()):
                 return code
         if UPLOAD in steps and job.storage.output is not None:
             _upload(run, job.storage.output)
@@ -170,12 +186,21 @@ def _upload(run: JobRun, output: str) -> None:
     upload([plan / "plan.json"], plan, output)
 
 
+class _Process(Protocol):
+    """A process, or several on a cluster."""
+
+    def wait(self) -> int: ...
+
+    def send_signal(self, number: signal.Signals, /) -> None: ...
+
+
 class _Commands:
     """Runs commands one after the other, and forwards signals to the one that runs."""
 
     def __init__(self, run: JobRun) -> None:
         self._run = run
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Process | None = None
+        self._is_stopped = False
         self._handled = handled(STOPPING, self._stop)
 
     def __enter__(self) -> _Commands:
@@ -185,26 +210,52 @@ class _Commands:
     def __exit__(self, *error: object) -> None:
         self._handled.__exit__(None, None, None)
 
+    def train(self) -> int:
+        """Trains on this machine; returns the exit code."""
+        return self.run(train_words(self._run.folder, trust=self._run.trust))
+
+    def run_on_ray(self) -> int:
+        """Trains on a Ray cluster; returns the exit code of the first rank that fails, else 0."""
+        folder, trust = self._run.folder, self._run.trust
+        settings = train_settings(folder, trust=trust)
+        words, ranks = run_words(settings), ranks_of(settings)
+        self._run.say(f"$ {shlex.join(words)}  # in {ranks} actors of Ray")
+        # What is trusted here is trusted by the ranks, on hosts that share the marks.
+        marks = state_folder()
+        own = {} if marks is None else {STATE_VARIABLE: str(marks)}
+        return self._follow(RayRanks(words, settings, ranks, {**self._environment, **own}))
+
     def run(self, words: Sequence[str]) -> int:
         """Runs a command to its end; returns its exit code."""
         self._run.say(f"$ {shlex.join(words)}")
-        path = f"{self._run.scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        program = shutil.which(words[0], path=path)
+        environment = self._environment
+        program = shutil.which(words[0], path=environment["PATH"])
         if program is None:
             raise JobError(f"{words[0]} is not installed.", "Choose another launcher.")
-        environment = {**os.environ, **variables(self._run.folder), "PATH": path}
         # Ctrl-C is for this process alone, which passes it on.
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [program, *words[1:]],
-            env=environment,
+            env={**os.environ, **environment},
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
+        code = self._follow(process)
+        # torchrun answers with 1 where its ranks, which it stopped, answered with 143.
+        return STOPPED if code and self._is_stopped and words[0] == "torchrun" else code
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        path = f"{self._run.scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        return {**variables(self._run.folder), "PATH": path}
+
+    def _follow(self, process: _Process) -> int:
+        """Waits for a process, which gets the signals meanwhile; returns its exit code."""
+        self._process = process
         try:
-            code = self._process.wait()
+            code = process.wait()
         except KeyboardInterrupt:
-            self._process.send_signal(signal.SIGINT)
-            self._process.wait()
+            process.send_signal(signal.SIGINT)
+            process.wait()
             raise
         finally:
             self._process = None
@@ -213,4 +264,5 @@ class _Commands:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if self._process is None:
             raise Ended(STOPPED)
+        self._is_stopped = True
         self._process.send_signal(signal.SIGTERM)

@@ -121,7 +121,7 @@ def train_settings(folder: JobFolder, *, trust: bool = False) -> Settings:
 def train_words(folder: JobFolder, *, trust: bool = False) -> list[str]:
     """The command that trains; with its launcher, unless this process is one of its ranks."""
     settings = train_settings(folder, trust=trust)
-    words = [*train_command(settings), "--resume", "auto"]
+    words = run_words(settings)
     launcher = folder.job.distribution.launcher
     if launcher is None or find_rank_info(os.environ) is not None:
         return words
@@ -135,6 +135,11 @@ def train_words(folder: JobFolder, *, trust: bool = False) -> list[str]:
         "mpi": ["mpirun", "-n", ranks],
         "srun": ["srun", "--ntasks", ranks],
     }[launcher] + words
+
+
+def run_words(settings: Settings) -> list[str]:
+    """The command of a rank, or of all that asyncpipe-train starts."""
+    return [*train_command(settings), "--resume", "auto"]
 
 
 def ranks_of(settings: Settings) -> int:
