@@ -26,6 +26,7 @@ from asyncpipe.runtime.data.text import TextWindows
 from asyncpipe.runtime.data.tokens import encode_bytes, read_bin, read_corpus
 from asyncpipe.runtime.errors import AsyncPipeError, DataError
 from asyncpipe.runtime.experiments.compare import read_runs
+from asyncpipe.runtime.job.job_file import read_job
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.plan.structure import evaluate_size
 from asyncpipe.runtime.schedule.builders import make_schedule
@@ -238,6 +239,34 @@ def test_a_changed_configuration_is_used_or_refused(folder: Path, text: str) -> 
     path.write_text(text)
     held(lambda: read_config(path))
     run(folder, "train", "mlp", "--config", "run.toml", "--dry-run", "--transport", "local")
+
+
+JOB = (
+    (ROOT / "examples" / "pipeline_job.toml").read_text().replace('"???"', "3")
+    + """
+[storage]
+checkpoints_uri = "s3://bucket/checkpoints"
+output = "s3://bucket/output"
+[container]
+dependencies = ["datasets>=4"]
+env = ["HF_TOKEN", "GREETING=hello"]
+network = true
+[resources.instances]
+type = "ml.g5.xlarge"
+"""
+)
+
+
+@fuzzed
+@given(
+    text=changed_lines(JOB, TOML_VALUES),
+    system=st.sampled_from(("local", "docker", "kubernetes", "sagemaker")),
+)
+def test_a_changed_job_is_shown_or_refused(folder: Path, text: str, system: str) -> None:
+    path = folder / "job.toml"
+    path.write_text(text)
+    held(lambda: read_job(path))
+    run(folder, "job", "run", "job.toml", "--on", system, "--print")
 
 
 @many

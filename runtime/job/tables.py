@@ -229,6 +229,7 @@ ESTIMATOR: Mapping[str, str] = {
 KEYS = KnownNames(
     same={"url": "uri", "path": "uri"},
     answers={name.replace("_", "-"): answer for name, answer in ESTIMATOR.items()}
+    | {"elastic": "Use [train] restarts."}
     | {"tensor": "asyncpipe does not shard tensors: use [distribution] pipeline and replicas."},
 )
 """Names of other tools for tables and keys of a job file."""

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import DataError
-from ..formatting import write_bytes
+from ..formatting import counted, write_bytes
 from ..locations import LocationError, RemoteFolder
-from ..serialization import Origin, parse_json, read_text
+from ..serialization import Origin, parse_json, read_text, shaped
 
 _LIST = ".fetched.json"
 _PLAN_FILE = "plan.json"
@@ -28,7 +28,7 @@ def fetch(url: str, target: Path) -> str:
     location = RemoteFolder(url)
     files = location.list()
     for file in files:
-        if ".." in Path(file.name).parts:
+        if _leads_out(file.name):
             raise LocationError(f"{url} has a file with the name {file.name!r}.", "Rename it.")
     known = _read_list(target / _LIST)
     waiting = [
@@ -45,7 +45,7 @@ def fetch(url: str, target: Path) -> str:
         (target / name).unlink(missing_ok=True)
     size = write_bytes(sum(file.bytes for file in waiting))
     kept = len(files) - len(waiting)
-    return f"{len(waiting)} files, {size}" + (f"; {kept} were here" if kept else "")
+    return f"{counted(len(waiting), 'file')}, {size}" + (f"; {kept} were here" if kept else "")
 
 
 def upload(files: Iterable[Path], base: Path, url: str) -> str:
@@ -55,7 +55,7 @@ def upload(files: Iterable[Path], base: Path, url: str) -> str:
     for file in files:
         location.put_file(file, file.relative_to(base).as_posix())
         count, size = count + 1, size + file.stat().st_size
-    return f"{count} files, {write_bytes(size)}"
+    return f"{counted(count, 'file')}, {write_bytes(size)}"
 
 
 def upload_plan(plan: Path, url: str) -> str:
@@ -90,9 +90,17 @@ def read_made_from(plan: Path) -> object:
 
 
 def _read_list(path: Path) -> dict[str, str]:
+    """The versions of the fetched files by name; of names that stay in the folder."""
     origin = Origin(str(path), DataError, "Remove it.")
-    raw = parse_json(read_text(path, origin), origin) if path.is_file() else {}
-    return {str(name): str(version) for name, version in raw.items()}
+    if not path.is_file():
+        return {}
+    versions = shaped(dict[str, str], parse_json(read_text(path, origin), origin), origin)
+    return {name: version for name, version in versions.items() if not _leads_out(name)}
+
+
+def _leads_out(name: str) -> bool:
+    """True for a name that is not a path inside of a folder."""
+    return not name or ".." in Path(name).parts or Path(name).is_absolute()
 
 
 def _write(path: Path, value: object) -> None:

@@ -15,6 +15,8 @@ import s3fs
 
 from asyncpipe.runtime.checkpoint.remote import Location
 from asyncpipe.runtime.job.sagemaker import METRICS
+from asyncpipe.runtime.job.transfers import fetch
+from asyncpipe.runtime.locations import LocationError
 from asyncpipe.tests.support.oracles.resumed_runs import assert_same, tensors_in
 from asyncpipe.tests.support.processes.quick_python import bin_folder
 from asyncpipe.tests.support.processes.s3_server import bucket
@@ -30,7 +32,7 @@ stages = "2"
 
 [train]
 data = "{data}:load"
-steps = "48"
+steps = "32"
 lr = "1e-2"
 micro_batches = 2
 save_every = 4
@@ -125,3 +127,27 @@ def test_a_killed_job_continues_on_a_fresh_machine_to_the_last_bit(tmp_path: Pat
     for name in ("report.html", "metrics.jsonl", "config.toml", "plan.json"):
         assert (tmp_path / "output" / name).is_file(), name
     assert_same(tensors_in(tmp_path / "output/weights"), tensors_in(tmp_path / "straight/weights"))
+
+
+def test_files_are_fetched_once_a_version_and_stay_in_their_folder(tmp_path: Path) -> None:
+    place, target = tmp_path / "place", tmp_path / "data"
+    (place / "more").mkdir(parents=True)
+    (place / "a.txt").write_text("one")
+    (place / "more" / "b.txt").write_text("two")
+    url = f"file://{place}"
+    assert fetch(url, target) == "2 files, 6 bytes"
+    assert (target / "more" / "b.txt").read_text() == "two"
+    (place / "a.txt").write_text("three")
+    (place / "more" / "b.txt").unlink()
+    assert fetch(url, target) == "1 file, 5 bytes"
+    assert (target / "a.txt").read_text() == "three" and not (target / "more" / "b.txt").exists()
+    assert fetch(url, target) == "0 files, 0 bytes; 1 were here"
+    assert fetch(f"{url}/a.txt", tmp_path / "single") == "1 file, 5 bytes"
+    assert (tmp_path / "single" / "a.txt").read_text() == "three"
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    (target / ".fetched.json").write_text('{"../mine.txt": "1", "/etc/none": "1"}')
+    fetch(url, target)
+    assert mine.exists()
+    with pytest.raises(LocationError, match="has no files"):
+        fetch(f"{url}/none", target)
