@@ -133,6 +133,24 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
     (
+        "Communication between ranks",
+        "",
+        (
+            ("runtime.communication.ring", "ring_all_reduce"),
+            ("runtime.communication.ring", "RingResult"),
+            ("runtime.communication.ring", "RingEvent"),
+            ("runtime.communication.ring", "PointToPoint"),
+            ("runtime.communication.ring", "chunk_lengths"),
+            ("runtime.communication.ring", "ring_elements"),
+            ("runtime.communication.products", "matmul_row"),
+            ("runtime.communication.products", "matmul_reduction"),
+            ("runtime.communication.products", "Factors"),
+            ("runtime.communication.products", "Product"),
+            ("runtime.communication.endpoints", "TransportLinks"),
+            ("runtime.transports.protocol", "LocalHub"),
+        ),
+    ),
+    (
         "Parts of the compiler and the runtime",
         "The other names that the pages use.",
         (

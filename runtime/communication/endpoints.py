@@ -66,15 +66,18 @@ class TransportLinks:
         self._indices: Counter[tuple[int, int]] = Counter()
 
     def send(self, peer: int, tensor: Tensor) -> None:
+        """Returns once the tensor was taken; raises TransportError if it is not in time."""
         channel, index = self._next(self.rank, peer, tensor)
         self._transport.send(channel, tensor, index)
         self._transport.wait_sent(channel, index)
 
     def recv(self, peer: int, tensor: Tensor) -> None:
+        """Fills the tensor; raises TransportError if none arrives in time."""
         handle = self._transport.recv(*self._next(peer, self.rank, tensor))
         tensor.copy_(self._transport.wait(handle))
 
     def exchange(self, target: int, outgoing: Tensor, source: int, incoming: Tensor) -> float:
+        """Sends and receives at the same time; returns when the send had ended."""
         handle = self._transport.recv(*self._next(source, self.rank, incoming))
         self.send(target, outgoing)
         sent_s = perf_counter()

@@ -23,8 +23,10 @@ from .ring import PointToPoint, chunk_lengths, ring_all_reduce
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors of a product: A has m rows and k columns, B has k rows and n columns.
+    """The factors of a product.
 
+    m, k, n: A has m rows and k columns, B has k rows and n columns.
+    dtype: that of both.
     a, b: the matrices, on rank 0; the other ranks have none.
     """
 

@@ -37,10 +37,12 @@ class PointToPoint(Protocol):
     """One rank's links to the others. All tensors are contiguous, and none is empty."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """The number of this rank."""
 
     @property
-    def ranks(self) -> int: ...
+    def ranks(self) -> int:
+        """The number of ranks."""
 
     def send(self, peer: int, tensor: Tensor) -> None:
         """Returns when the tensor may be written to again. May wait until `peer` receives it."""
@@ -55,10 +57,12 @@ class PointToPoint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RingEvent:
-    """Something that a rank did, in seconds since it began the all-reduce.
+    """Something that a rank did.
 
-    `done` is the whole of it. A `wait` ends when the chunk has arrived. `size_bytes` is the size
-    of the chunk.
+    phase, step: the phase, and the step in it.
+    op: send, wait until the chunk has arrived, reduce, or done: the whole all-reduce.
+    start_s, end_s: in seconds since this rank began the all-reduce.
+    size_bytes: the size of the chunk.
     """
 
     phase: RingPhase

@@ -242,7 +242,12 @@ Messages = dict[tuple[Channel, int], Tensor]
 
 
 class LocalHub:
-    """The messages under way between the ranks of one process."""
+    """The ranks of one process.
+
+    world_size: their number.
+    depth: the number of receives to post ahead on a channel.
+    messages: what was sent and has not been taken.
+    """
 
     def __init__(self, world_size: int = 1, *, depth: int = 4) -> None:
         self.world_size = world_size
@@ -250,6 +255,7 @@ class LocalHub:
         self.messages: Messages = {}
 
     def transport(self, rank: int) -> LocalTransport:
+        """The transport of one rank."""
         return LocalTransport(self, rank)
 
 
