@@ -1,11 +1,11 @@
 """The task `measure`: the speed of every rank, and the links between any two.
 
-One pair of ranks communicates at a time, so that no other message shares its link. A message of
-each size goes from one rank to the other, which answers with one byte; half of the round trip of a
-single byte is the latency, and the rest is the message's time one way. For both directions at once,
-both ranks send when a byte has met both; the time in which their processors are free meanwhile is
-what a run can hide by computing. Times are medians of as many repetitions as a tenth of a second
-has, without the first ones; on slow links the largest sizes are left out.
+One pair of ranks communicates at a time, so that no other message shares its link. Half of the
+round trip of one byte is the latency. The round trip of a larger message is divided between the two
+directions as the times of messages of that size are that a single byte answers. For both directions
+at once, both ranks send when a byte has met both; the time in which their processors are free
+meanwhile is what a run can hide by computing. Times are medians of as many repetitions as a tenth
+of a second has, without the first ones; on slow links the largest sizes are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .session import Session
 
 _TIME_S = 0.1  # of one measurement
 _PROBES = 10  # messages that estimate the number of repetitions
-_FEWEST, _MOST = 2, 1000  # repetitions
+_FEWEST, _MOST = 5, 1000  # repetitions
 _LONGEST_S, _LITTLE_S = 4.0, 0.3  # of one message
 _MATRIX = {"cpu": 512, "cuda": 4096}
 
@@ -44,7 +44,7 @@ def run_rank(session: Session, options: Mapping[str, Any]) -> dict[str, Any]:
     links: list[MeasuredLink] = []
     pairs: list[MeasuredPair] = []
     for first, second in combinations(range(session.ranks), 2):
-        both = [probe.link(first, second), probe.link(second, first)]
+        both = probe.links(first, second)
         links += both
         pairs.append(probe.pair(*both))
     probe.close()
@@ -102,8 +102,22 @@ def _repeated(once: Callable[[], float], probed_s: float) -> list[float]:
     """The times of as many repetitions as `_TIME_S` has, if one takes `probed_s`, without the first
     ones.
     """
-    repetitions = max(_FEWEST, min(_MOST, int(_TIME_S / max(probed_s, 1e-9))))
+    fewest = _FEWEST if probed_s < _LITTLE_S else 2
+    repetitions = max(fewest, min(_MOST, int(_TIME_S / max(probed_s, 1e-9))))
     return [once() for _ in range(repetitions + repetitions // 4)][repetitions // 4 :]
+
+
+def _link_of(
+    source: int, target: int, latency_s: float, one_way_s: Mapping[int, float]
+) -> MeasuredLink:
+    size, last_s = max(one_way_s.items())
+    return MeasuredLink(
+        source,
+        target,
+        round(1e6 * latency_s, 2),
+        size / max(last_s - latency_s, last_s / 2) / 1e9,
+        tuple((size, round(1e6 * seconds, 2)) for size, seconds in one_way_s.items()),
+    )
 
 
 class _Probe:
@@ -130,36 +144,37 @@ class _Probe:
     def close(self) -> None:
         self._transport.close()
 
-    def link(self, source: int, target: int) -> MeasuredLink:
-        """Messages of each size from one rank to the other."""
-        latency_s = self._median(source, target, lambda: self._there(source, target, 1)) / 2
-        one_way_s: dict[int, float] = {}
-        longest = 0.0
-        for size in self._sizes:
-            if longest > _LONGEST_S:
+    def links(self, first: int, second: int) -> tuple[MeasuredLink, MeasuredLink]:
+        """Messages of each size in both directions.
+
+        The time of a message there and one of the same size back is divided as two messages of
+        this size are that a single byte answers.
+        """
+        ends = (first, second), (second, first)
+        latency_s = self._median(first, second, partial(self._there, first, second, 1, 1)) / 2
+        times_s: tuple[dict[int, float], dict[int, float]] = {}, {}
+        longest_s = 0.0
+        for size, larger in zip(self._sizes, (*self._sizes[1:], 0), strict=True):
+            if longest_s > _LONGEST_S:
                 break
-            there_s = self._median(source, target, partial(self._there, source, target, size))
+            answered_s = [self._median(*of, partial(self._there, *of, size, 1)) for of in ends]
             # Where noise hides the latency: the way of the larger message is the longer one.
-            one_way_s[size] = max(there_s - latency_s, there_s / 2)
-            # The next size takes as much longer as it is larger.
-            larger = [other for other in self._sizes if other > size][:1]
-            longest = one_way_s[size] * max(larger, default=0) / size
-        size, last_s = max(one_way_s.items())
-        return MeasuredLink(
-            source,
-            target,
-            round(1e6 * latency_s, 2),
-            size / max(last_s - latency_s, last_s / 2) / 1e9,
-            tuple((size, round(1e6 * seconds, 2)) for size, seconds in one_way_s.items()),
+            alone_s = [max(time_s - latency_s, time_s / 2) for time_s in answered_s]
+            both_s = self._median(first, second, partial(self._there, first, second, size, size))
+            for of_way, own_s in zip(times_s, alone_s, strict=True):
+                of_way[size] = both_s * own_s / sum(alone_s)
+            longest_s = max(alone_s) * larger / size
+        there, back = (
+            _link_of(*of, latency_s, of_way) for of, of_way in zip(ends, times_s, strict=True)
         )
+        return there, back
 
     def pair(self, there: MeasuredLink, back: MeasuredLink) -> MeasuredPair:
         """Both ranks of two links send at once, the largest size that takes little time."""
         first, second = there.source, there.target
         slower_us = {
-            size: max(us, dict(back.one_way_us)[size])
-            for size, us in there.one_way_us
-            if size in dict(back.one_way_us)
+            size: max(us, other_us)
+            for (size, us), (_, other_us) in zip(there.one_way_us, back.one_way_us, strict=True)
         }
         size = max((size for size, us in slower_us.items() if us < 1e6 * _LITTLE_S), default=0)
         size = size or min(slower_us)
@@ -189,10 +204,10 @@ class _Probe:
         takes_part = self._session.rank in (first, second)
         return float(max(self._session.gathered(measure() if takes_part else 0.0)))
 
-    def _there(self, source: int, target: int, size: int) -> float:
-        """The time of a message and of one byte back at its source; 0 at its target."""
+    def _there(self, source: int, target: int, size: int, back: int) -> float:
+        """The time of a message and of one of `back` bytes back at its source; 0 at its target."""
         sent = self._channels[source, target, size]
-        answer = self._channels[target, source, 1]
+        answer = self._channels[target, source, back]
         if self._session.rank == target:
             self._receive(sent)()
             self._send(answer)
@@ -207,7 +222,7 @@ class _Probe:
         own = self._session.rank
         other = second if own == first else first
         receive = self._receive(self._channels[other, own, size])
-        self._there(first, second, 1)
+        self._there(first, second, 1, 1)
         start = time.perf_counter()
         self._send(self._channels[own, other, size], receive)
         return time.perf_counter() - start
