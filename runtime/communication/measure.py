@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..distributed.cpu_affinity import read_topology
+from ..errors import TransportError
 from ..formatting import write_bytes
 from ..monitoring.diagnostics import free_and_total_bytes
 from ..transports.protocol import Channel, Transport
@@ -201,8 +202,16 @@ class _Probe:
 
     def _agreed(self, first: int, second: int, measure: Callable[[], float]) -> float:
         """The larger number of two ranks, on all ranks."""
-        takes_part = self._session.rank in (first, second)
-        return float(max(self._session.gathered(measure() if takes_part else 0.0)))
+        own = self._session.rank
+        number = measure() if own in (first, second) else 0.0
+        try:
+            return float(max(self._session.gathered(number)))
+        except TransportError as error:
+            raise TransportError(
+                f"rank {own} waits for another rank ({self._session.timeout_s:g} s), after ranks "
+                f"{first} and {second} have measured their link.",
+                "See what the other ranks do, or allow more time with --timeout-s.",
+            ) from error
 
     def _there(self, source: int, target: int, size: int, back: int) -> float:
         """The time of a message and of one of `back` bytes back at its source; 0 at its target."""
