@@ -120,6 +120,20 @@ class RemoteFolder:
         files, base = self._opened()
         self._tried("written", files.put_file, str(source), f"{base}/{name}")
 
+    def clear(self, first: str) -> None:
+        """Removes all files here, the file `first` before the others."""
+        _, base = self._opened()
+        self._clear(base, first)
+
+    def _clear(self, path: str, first: str) -> None:
+        files, _ = self._opened()
+        files.invalidate_cache()
+        if self._tried("read", is_there, files, f"{path}/{first}"):
+            self._tried("written", files.rm_file, f"{path}/{first}")
+        files.invalidate_cache()
+        if self._tried("read", is_there, files, path):
+            self._tried("written", files.rm, path, True)
+
     def _fetch(self, path: str, target: Path) -> None:
         files, _ = self._opened()
         target.parent.mkdir(parents=True, exist_ok=True)

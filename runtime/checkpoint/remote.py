@@ -98,13 +98,8 @@ class Location(RemoteFolder):
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint, complete or not."""
-        files, base = self._opened()
-        path = f"{base}/{name}"
-        if self.has(name):
-            self._tried("written", files.rm_file, f"{path}/{MANIFEST}")
-        files.invalidate_cache()
-        if self._tried("read", is_there, files, path):
-            self._tried("written", files.rm, path, True)
+        _, base = self._opened()
+        self._clear(f"{base}/{name}", MANIFEST)
 
     def keep(self, names: set[str]) -> None:
         """Removes all other checkpoints, and the rest of interrupted transfers."""

@@ -111,6 +111,8 @@ def shown_steps(folder: JobFolder, *, trust: bool) -> list[str]:
     job, lines = folder.job, []
     if folder.is_fetched:
         lines.append(f"fetch   {job.data.uri} to {folder.data}")
+    if (devices := folder.devices_text) is not None:
+        lines.append(f"write   {folder.devices}: {devices.splitlines()[0].removeprefix('# ')}")
     lines.append(f"$ {shlex.join(partition_words(folder))}")
     lines += [f"$ export {name}={shlex.quote(text)}" for name, text in variables(folder).items()]
     lines.append(f"$ {shlex.join(train_words(folder, trust=trust))}")
@@ -126,24 +128,28 @@ def _prepare(run: JobRun, commands: _Commands) -> int:
     if folder.is_fetched:
         assert job.data.uri is not None
         run.say(f"fetch   {job.data.uri}: {fetch(job.data.uri, folder.data)}")
+    if folder.devices_text is not None:
+        folder.devices.write_text(folder.devices_text, encoding="utf-8")
     wanted, uri = made_from(folder), job.storage.checkpoints_uri
-    if _is_usable(run, folder.plan, wanted, str(folder.plan)):
+    if read_made_from(folder.made_from) == wanted and _is_usable(run, folder.plan, folder.plan):
         run.say(f"plan    {folder.plan} is here")
         return 0
     copies = None if uri is None else f"{uri.rstrip('/')}/plan"
     if copies is not None and _restored(run, copies, wanted):
         return 0
+    folder.made_from.unlink(missing_ok=True)
     if code := commands.run(partition_words(folder)):
         return code
-    write_made_from(folder.plan, wanted)
+    write_made_from(folder.made_from, wanted)
     if copies is not None:
-        run.say(f"copy    {folder.plan} to {copies}: {upload_plan(folder.plan, copies)}")
+        done = upload_plan(folder.plan, folder.made_from, copies)
+        run.say(f"copy    {folder.plan} to {copies}: {done}")
     return 0
 
 
-def _is_usable(run: JobRun, plan: Path, wanted: object, place: str) -> bool:
-    """True if a plan of this job is in a folder, and may run here. `place` is where it is from."""
-    if not (plan / "plan.json").is_file() or read_made_from(plan) != wanted:
+def _is_usable(run: JobRun, plan: Path, place: object) -> bool:
+    """True if there is a plan in a folder, and it may run here. `place` is where it is from."""
+    if not (plan / "plan.json").is_file():
         return False
     if run.trust:
         remember(plan)
@@ -158,16 +164,20 @@ def _is_usable(run: JobRun, plan: Path, wanted: object, place: str) -> bool:
 
 def _restored(run: JobRun, copies: str, wanted: object) -> bool:
     """True if the plan of this job was copied from its URL."""
-    plan = run.folder.plan
-    aside = plan.with_name(".plan.part")
+    folder = run.folder
+    plan, aside, noted = folder.plan, folder.path / ".plan.part", folder.path / ".made-from.part"
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        if not fetch_plan(copies, aside) or not _is_usable(run, aside, wanted, copies):
+        if not fetch_plan(copies, aside, noted) or read_made_from(noted) != wanted:
+            return False
+        if not _is_usable(run, aside, copies):
             return False
         shutil.rmtree(plan, ignore_errors=True)
         aside.replace(plan)
+        noted.replace(folder.made_from)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        noted.unlink(missing_ok=True)
     run.say(f"plan    {plan} from {copies}")
     return True
 

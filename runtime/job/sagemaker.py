@@ -122,6 +122,7 @@ def hyperparameters(job: JobDescription) -> dict[str, str]:
         "plan": job.plan,
         "train": job.train,
         "distribution": _given(job.distribution),
+        "resources.instances": _given(job.instances),
     }
     values = dict(_flat(tables))
     if job.data.uri is not None:

@@ -1,8 +1,10 @@
 """A job -> the commands that carry it out, as a user would type them.
 
-JOB/data      the data of a `uri` with mode = "file"
-JOB/plan      the generated folder
-JOB/run       the folder of the run, unless [storage] checkpoints names another
+JOB/data           the data of a `uri` with mode = "file"
+JOB/devices.toml   the devices of [resources] instances, if their type is known
+JOB/plan           the generated folder
+JOB/made-from.json what the plan was made from
+JOB/run            the folder of the run, unless [storage] checkpoints names another
 """
 
 from __future__ import annotations
@@ -20,10 +22,16 @@ from ..distributed.ranks import find_rank_info, grid_of
 from ..launch.job import make_job
 from ..launch.slurm import train_command
 from ..user_code import command_line, file_hash, names_object
+from .instances import devices_file, instance_type
 from .job_file import JobDescription, JobError, flag_words
+from .transfers import MADE_FROM
 
 DATA_VARIABLE = "ASYNCPIPE_DATA"
 """The environment variable that tells a data function of the user where the data are."""
+
+
+_OF_DEVICES = {"devices", "hosts", "device", "ranks"}
+"""Options of [plan] that name devices themselves."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,24 @@ class JobFolder:
     @property
     def plan(self) -> Path:
         return self.path / "plan"
+
+    @property
+    def devices(self) -> Path:
+        return self.path / "devices.toml"
+
+    @property
+    def devices_text(self) -> str | None:
+        """What `devices` has to hold; None if the plan is not made for known instances."""
+        own = self.job.instances
+        kind = instance_type(own.type)
+        is_given = self.job.distribution.pipeline is not None or _OF_DEVICES & self.job.plan.keys()
+        if own.type is None or kind is None or is_given:
+            return None
+        return devices_file(own.type, kind, own.count)
+
+    @property
+    def made_from(self) -> Path:
+        return self.path / MADE_FROM
 
     @property
     def run(self) -> Path:
@@ -82,6 +108,8 @@ def partition_words(folder: JobFolder) -> list[str]:
                 f"{pipeline}.",
                 "Leave one out.",
             )
+    if folder.devices_text is not None:
+        plan["devices"] = str(folder.devices)
     words = flag_words({**job.model, **plan})
     return ["asyncpipe-partition", *words, "--output", str(folder.plan)]
 

@@ -81,7 +81,8 @@ class JobInstances:
     type: str | None = _key(
         None,
         Text("the name of an instance type", "ml.g5.12xlarge", form(r"[a-z0-9.-]+")),
-        "Instance type.",
+        "Instance type. If its GPUs are known, the plan is made for them, unless [plan] names "
+        "devices or [distribution] a pipeline.",
     )
     count: int = _key(1, Whole(1, 2**16, 2), "Number of instances.")
 

@@ -17,7 +17,7 @@ from ..serialization import Origin, parse_json, read_text, shaped
 _LIST = ".fetched.json"
 _PLAN_FILE = "plan.json"
 MADE_FROM = "made-from.json"
-"""What a job's plan was made from (`steps.made_from`), next to plan.json."""
+"""The file that says what a job's plan was made from (`steps.made_from`)."""
 
 
 def fetch(url: str, target: Path) -> str:
@@ -58,35 +58,42 @@ def upload(files: Iterable[Path], base: Path, url: str) -> str:
     return f"{counted(count, 'file')}, {write_bytes(size)}"
 
 
-def upload_plan(plan: Path, url: str) -> str:
-    """Copies a generated folder; its plan.json last, without which it is not complete."""
-    inside = [
-        path for path in plan.rglob("*") if path.is_file() and "__pycache__" not in path.parts
-    ]
-    last = [plan / MADE_FROM, plan / _PLAN_FILE]
-    return upload([*sorted({*inside} - {*last}), *last], plan, url)
+def upload_plan(plan: Path, made_from: Path, url: str) -> str:
+    """Copies a generated folder and what it was made from in place of another one; its plan.json
+    last, without which it is not complete."""
+    RemoteFolder(url).clear(_PLAN_FILE)
+    upload([made_from], made_from.parent, url)
+    last = plan / _PLAN_FILE
+    inside = {path for path in plan.rglob("*") if path.is_file()}
+    return upload([*sorted(inside - {last}), last], plan, url)
 
 
-def fetch_plan(url: str, aside: Path) -> bool:
-    """Copies a complete generated folder from a location; False if there is none."""
+def fetch_plan(url: str, aside: Path, made_from: Path) -> bool:
+    """Copies a complete generated folder to `aside`, and what it was made from to `made_from`;
+    False if there is none."""
     try:
         names = {file.name for file in RemoteFolder(url).list()}
     except LocationError as missing:
         if isinstance(missing.__cause__, Exception):
             raise
         return False
-    if _PLAN_FILE not in names:
+    if not {_PLAN_FILE, MADE_FROM} <= names:
         return False
     fetch(url, aside)
     (aside / _LIST).unlink()
+    (aside / MADE_FROM).replace(made_from)
     return True
 
 
-def read_made_from(plan: Path) -> object:
+def read_made_from(path: Path) -> object:
     """What a plan was made from; None if it is not known."""
-    path = plan / MADE_FROM
     origin = Origin(str(path), DataError, "Remove it.")
     return parse_json(read_text(path, origin), origin) if path.is_file() else None
+
+
+def write_made_from(path: Path, value: object) -> None:
+    """Notes what a plan was made from."""
+    _write(path, value)
 
 
 def _read_list(path: Path) -> dict[str, str]:
@@ -107,8 +114,3 @@ def _write(path: Path, value: object) -> None:
     aside = path.with_name(f"{path.name}.new")
     aside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     aside.replace(path)
-
-
-def write_made_from(plan: Path, value: object) -> None:
-    """Notes what a plan was made from."""
-    _write(plan / MADE_FROM, value)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncpipe.partitioner.planning.cluster_file import read_cluster
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.job.job_file import JobError, check_code_of, read_job
 from asyncpipe.runtime.job.steps import JobFolder, partition_words, train_words
@@ -131,6 +132,19 @@ launcher = "torchrun"
     assert "--stages 4 --ranks 2" in " ".join(partition_words(more))
     with pytest.raises(JobError, match="ranks is 3, but .* pipeline is 2"):
         partition_words(JobFolder(Path("x"), read_job(file, ["plan.stages=4", "plan.ranks=3"])))
+
+
+def test_a_plan_is_made_for_the_devices_of_known_instances(file: Path) -> None:
+    values = ['resources.instances={type = "ml.p3.8xlarge", count = 2}']
+    folder = JobFolder(file.parent, read_job(file, values))
+    assert partition_words(folder)[3:5] == ["--devices", f"{file.parent}/devices.toml"]
+    assert folder.devices_text is not None
+    folder.devices.write_text(folder.devices_text)
+    cluster = read_cluster(folder.devices)
+    assert [device.host for device in cluster.devices] == 4 * ["instance-0"] + 4 * ["instance-1"]
+    unknown = ["resources.instances.type=z9.small"]
+    for given in ([*values, "plan.hosts=h1:2"], [*values, "distribution.pipeline=2"], unknown):
+        assert JobFolder(file.parent, read_job(file, given)).devices_text is None
 
 
 def test_every_key_and_every_name_of_an_estimator_is_documented() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -15,8 +16,9 @@ import s3fs
 
 from asyncpipe.runtime.checkpoint.remote import Location
 from asyncpipe.runtime.job.sagemaker import METRICS
-from asyncpipe.runtime.job.transfers import fetch
+from asyncpipe.runtime.job.transfers import fetch, fetch_plan, upload_plan
 from asyncpipe.runtime.locations import LocationError
+from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.tests.support.oracles.resumed_runs import assert_same, tensors_in
 from asyncpipe.tests.support.processes.quick_python import bin_folder
 from asyncpipe.tests.support.processes.s3_server import bucket
@@ -129,6 +131,20 @@ def test_a_killed_job_continues_on_a_fresh_machine_to_the_last_bit(tmp_path: Pat
     assert_same(tensors_in(tmp_path / "output/weights"), tensors_in(tmp_path / "straight/weights"))
 
 
+def test_a_plan_is_made_again_when_its_options_change(tmp_path: Path) -> None:
+    job = tmp_path / "mine.toml"
+    job.write_text('[model]\nmodel = "mlp"\n')
+    made = []
+    for stages in (2, 2, 3):
+        running = start(tmp_path, job, "--only", "prepare", f"plan.stages={stages}")
+        printed, _ = running.communicate(timeout=120)
+        assert running.returncode == 0, printed
+        made.append(printed.splitlines()[0])
+        assert len(read_plan(tmp_path / "jobs" / "mine" / "plan").stages) == stages
+    assert made[1] == "plan    jobs/mine/plan is here"
+    assert made[2].startswith("$ asyncpipe-partition --model mlp --stages 3 ")
+
+
 def test_files_are_fetched_once_a_version_and_stay_in_their_folder(tmp_path: Path) -> None:
     place, target = tmp_path / "place", tmp_path / "data"
     (place / "more").mkdir(parents=True)
@@ -151,3 +167,20 @@ def test_files_are_fetched_once_a_version_and_stay_in_their_folder(tmp_path: Pat
     assert mine.exists()
     with pytest.raises(LocationError, match="has no files"):
         fetch(f"{url}/none", target)
+
+
+def test_a_plan_at_a_url_is_replaced_whole_and_counts_only_when_complete(tmp_path: Path) -> None:
+    url, plan, noted = f"file://{tmp_path}/copies", tmp_path / "plan", tmp_path / "made-from.json"
+    plan.mkdir()
+    noted.write_text("{}")
+    for names in (("plan.json", "stage_0.py", "stage_1.py"), ("plan.json", "stage_0.py")):
+        shutil.rmtree(plan)
+        plan.mkdir()
+        for name in names:
+            (plan / name).write_text(name)
+        upload_plan(plan, noted, url)
+    assert fetch_plan(url, tmp_path / "back", tmp_path / "noted.json")
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {"plan.json", "stage_0.py"}
+    (tmp_path / "copies" / "plan.json").unlink()
+    assert not fetch_plan(url, tmp_path / "again", tmp_path / "noted.json")
+    assert not fetch_plan(f"{url}/none", tmp_path / "again", tmp_path / "noted.json")

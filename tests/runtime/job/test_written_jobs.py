@@ -14,9 +14,8 @@ import yaml
 
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.job.job_file import read_job
-from asyncpipe.runtime.job.steps import JobFolder, made_from
+from asyncpipe.runtime.job.steps import JobFolder
 from asyncpipe.runtime.job.targets import WRITERS
-from asyncpipe.runtime.job.transfers import write_made_from
 from asyncpipe.runtime.job.written import WrittenJob
 from asyncpipe.tests.support.models.hand_folders import write_mlp
 
@@ -224,7 +223,6 @@ def test_slurm_runs_the_other_steps_around_the_ranks(file: Path) -> None:
     assert "--only prepare makes it" in refusal(file, "slurm")
     folder = JobFolder(Path("jobs/my job"), read_job(file))
     write_mlp(folder.plan)
-    write_made_from(folder.plan, made_from(folder))
     job = written(file, "slurm", "resources.hosts=2")
     script = checked(job.files["job.sbatch"])
     assert "#SBATCH --time=03:50:00" in script and "#SBATCH --nodes=2" in script
