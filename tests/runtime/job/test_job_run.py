@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -20,6 +21,7 @@ from asyncpipe.runtime.job.transfers import fetch, fetch_plan, upload_plan
 from asyncpipe.runtime.locations import LocationError
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.tests.support.oracles.resumed_runs import assert_same, tensors_in
+from asyncpipe.tests.support.processes import fake_slurm
 from asyncpipe.tests.support.processes.quick_python import bin_folder
 from asyncpipe.tests.support.processes.s3_server import bucket
 
@@ -131,18 +133,50 @@ def test_a_killed_job_continues_on_a_fresh_machine_to_the_last_bit(tmp_path: Pat
     assert_same(tensors_in(tmp_path / "output/weights"), tensors_in(tmp_path / "straight/weights"))
 
 
-def test_a_plan_is_made_again_when_its_options_change(tmp_path: Path) -> None:
-    job = tmp_path / "mine.toml"
-    job.write_text('[model]\nmodel = "mlp"\n')
-    made = []
-    for stages in (2, 2, 3):
-        running = start(tmp_path, job, "--only", "prepare", f"plan.stages={stages}")
-        printed, _ = running.communicate(timeout=120)
-        assert running.returncode == 0, printed
-        made.append(printed.splitlines()[0])
-        assert len(read_plan(tmp_path / "jobs" / "mine" / "plan").stages) == stages
-    assert made[1] == "plan    jobs/mine/plan is here"
-    assert made[2].startswith("$ asyncpipe-partition --model mlp --stages 3 ")
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a job whose plan is made."""
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "mine.toml").write_text(
+        '[model]\nmodel = "mlp"\n[plan]\nstages = 2\n[train]\nsteps = 3\nthreads = 1\n'
+    )
+    assert ran(folder, "--only", "prepare").startswith("$ asyncpipe-partition --model mlp")
+    return folder
+
+
+def ran(folder: Path, *arguments: str) -> str:
+    running = start(folder, folder / "mine.toml", *arguments)
+    printed, _ = running.communicate(timeout=120)
+    assert running.returncode == 0, printed
+    return printed
+
+
+def test_a_plan_is_made_again_when_its_options_change(prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    assert ran(tmp_path, "--only", "prepare") == "plan    jobs/mine/plan is here\n"
+    printed = ran(tmp_path, "--only", "prepare", "plan.stages=3")
+    assert printed.startswith("$ asyncpipe-partition --model mlp --stages 3 ")
+    assert len(read_plan(tmp_path / "jobs" / "mine" / "plan").stages) == 3
+
+
+def test_the_batch_script_of_a_job_runs_all_its_steps(prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    printed = ran(tmp_path, f"storage.output=file://{tmp_path}/output", "--on", "slurm")
+    assert printed == "written jobs/mine/job.sbatch\n$ sbatch jobs/mine/job.sbatch\n"
+    environment = os.environ | fake_slurm.job(["localhost"], tasks_per_node=2)
+    tools = fake_slurm.install(tmp_path)
+    environment |= {"PATH": f"{tools}:{bin_folder()}:{os.environ['PATH']}"}
+    batch = subprocess.run(
+        ["bash", "jobs/mine/job.sbatch"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert batch.returncode == 0, batch.stdout + batch.stderr
+    assert "2 processes by srun" in batch.stdout and "step 3/3" in batch.stdout
+    assert (tmp_path / "output" / "report.html").is_file()
 
 
 def test_files_are_fetched_once_a_version_and_stay_in_their_folder(tmp_path: Path) -> None:
