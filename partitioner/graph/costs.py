@@ -275,6 +275,11 @@ class Costs:
         return np.array([value.forward_bytes for value in self.values], dtype=np.float64)
 
     @cached_property
+    def is_exchange(self) -> Bools:
+        """Which values are gradients of tied parameters."""
+        return np.array([value.is_exchange for value in self.values], dtype=bool)
+
+    @cached_property
     def root_bytes(self) -> Floats:
         """Bytes of the values that the owner keeps for their gradient and would not save
         otherwise."""
@@ -366,7 +371,8 @@ def stage_sums(
         first_on.pop(rank_of[owner], None)
         if first_on:
             readers = list(first_on.values())
-            send[owner] += float(costs.send_ms[index])
+            # An exchange has no direction: both ends count as receiving.
+            (receive if value.is_exchange else send)[owner] += float(costs.send_ms[index])
             sent[owner] += float(costs.value_bytes[index])
             roots[owner] += float(costs.root_bytes[index])
             exchanged_bytes = value.exchanged_bytes(1 + len(readers))

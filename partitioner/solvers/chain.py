@@ -79,22 +79,20 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
         )
     )
     changing = {
-        "send_ms": _send_changes(costs, costs.send_ms),
+        "send_ms": _send_changes(costs, np.where(costs.is_exchange, 0.0, costs.send_ms)),
         "sent_bytes": _send_changes(costs, costs.value_bytes),
         "root_bytes": _send_changes(costs, costs.root_bytes),
-        "receive_ms": _receive_changes(costs, costs.receive_ms),
+        "receive_ms": _joined(
+            _receive_changes(costs, costs.receive_ms),
+            _send_changes(costs, np.where(costs.is_exchange, costs.send_ms, 0.0)),
+        ),
         "received_bytes": _receive_changes(costs, costs.value_bytes),
         "param_bytes": _shared_changes(costs.parameters, num_groups),
         "frozen_bytes": _shared_changes(costs.frozen, num_groups),
         "saved_bytes": _shared_changes(costs.saved, num_groups),
-        "tied_bytes": [
-            sent + received
-            for sent, received in zip(
-                _send_changes(costs, costs.tied_bytes),
-                _receive_changes(costs, costs.tied_bytes),
-                strict=True,
-            )
-        ],
+        "tied_bytes": _joined(
+            _send_changes(costs, costs.tied_bytes), _receive_changes(costs, costs.tied_bytes)
+        ),
     }
     now = {name: np.zeros(num_groups) for name in changing}
     largest = {name: np.zeros(num_groups) for name in ("transient_bytes", "live_bytes")}
@@ -120,6 +118,10 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
 
 
 _Changes = list[list[tuple[int, int, float]]]  # by position: (first, last, change)
+
+
+def _joined(first: _Changes, second: _Changes) -> _Changes:
+    return [of_first + of_second for of_first, of_second in zip(first, second, strict=True)]
 
 
 def _send_changes(costs: Costs, amounts: Floats) -> _Changes:

@@ -163,7 +163,8 @@ class GroupDivision:
         at, table = self._readers[index], self._tables[part]
         if self.part_of[self.problem.costs.values[index].owner] == part:
             if len(at) > 1 or part not in at:
-                self._sums[2][part] += sign * table.send_ms[index]
+                end = 3 if self.problem.costs.values[index].is_exchange else 2
+                self._sums[end][part] += sign * table.send_ms[index]
                 self._sums[6][part] += sign * table.value_bytes[index]
                 self._sums[7][part] += sign * table.root_bytes[index]
                 self._sums[8][part] += sign * table.tied_bytes[index]

@@ -196,8 +196,9 @@ def _add_stage(program: _Program, problem: Problem, stage: int) -> None:
         program.row(some, least=1.0 - fixed_some)
     talks: tuple[dict[int, float], dict[int, float]] = {}, {}
     if setting.devices[stage].pays_transfers:
-        for (owner, readers), (send_ms, receive_ms) in _transfers(seen).items():
-            for talk, cost_ms, sign in zip(talks, (send_ms, receive_ms), (1.0, -1.0), strict=True):
+        for (owner, readers, is_exchange), (send_ms, receive_ms) in _transfers(seen).items():
+            ends = (talks[is_exchange], send_ms, 1.0), (talks[1], receive_ms, -1.0)
+            for talk, cost_ms, sign in ends:
                 if cost_ms:
                     column = program.column(0.0, 1.0)
                     talk[column] = cost_ms
@@ -232,11 +233,12 @@ def _add_difference(
     program.row(terms, most=0.0)
 
 
-def _transfers(costs: Costs) -> dict[tuple[int, tuple[int, ...]], Floats]:
-    """Milliseconds to send and to receive all values with the same ends."""
-    times_of_ends: dict[tuple[int, tuple[int, ...]], Floats] = {}
+def _transfers(costs: Costs) -> dict[tuple[int, tuple[int, ...], bool], Floats]:
+    """Milliseconds to send and to receive all values with the same ends; exchanges are apart."""
+    times_of_ends: dict[tuple[int, tuple[int, ...], bool], Floats] = {}
     for index, value in enumerate(costs.values):
-        times_ms = times_of_ends.setdefault((value.owner, value.readers), np.zeros(2))
+        ends = value.owner, value.readers, value.is_exchange
+        times_ms = times_of_ends.setdefault(ends, np.zeros(2))
         times_ms += costs.send_ms[index], costs.receive_ms[index]
     return times_of_ends
 
