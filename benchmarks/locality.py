@@ -17,9 +17,8 @@ from machine import write_result
 
 from asyncpipe.commands.console import make_console, print_table
 from asyncpipe.runtime.communication.locality import compare_splits
-from asyncpipe.runtime.communication.locality_options import LocalityOptions
 from asyncpipe.runtime.communication.locality_result import STUDY, result_table
-from asyncpipe.runtime.communication.rank_options import RankOptions
+from asyncpipe.runtime.communication.options import LocalityOptions, RankOptions
 
 SPLITS = "4-2-2,4-3-1,3-3,5-1"
 LEAST_SERIAL, MOST_CONCURRENT = 1.4, 1.1

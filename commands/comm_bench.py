@@ -10,8 +10,8 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 
-from ..runtime.communication.bench_options import BenchOptions, names_in
 from ..runtime.communication.operation_facts import OPERATIONS
+from ..runtime.communication.options import BenchOptions, names_in
 from .comm_ranks import NO_FLAGS, Json, RankFlags, Verbose, rank_options
 from .console import make_console, print_table, print_text, print_words
 from .options import flags_of, unwrapped

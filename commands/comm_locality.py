@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from ..runtime.communication.locality_options import LocalityOptions
+from ..runtime.communication.options import LocalityOptions
 from .comm_ranks import NO_FLAGS, Json, RankFlags, Verbose, rank_options
 from .console import make_console, print_table, print_text, print_words
 from .options import flags_of, unwrapped

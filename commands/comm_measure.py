@@ -11,8 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 
-from ..runtime.communication.bench_options import sizes_in
-from ..runtime.communication.measure_options import MeasureOptions
+from ..runtime.communication.options import MeasureOptions, sizes_in
 from ..runtime.formatting import counted
 from .comm_ranks import NO_FLAGS, Json, RankFlags, Verbose, rank_options
 from .console import make_console, print_page, print_table, print_text

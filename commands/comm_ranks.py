@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from ..runtime.communication.rank_options import RankOptions
+from ..runtime.communication.options import RankOptions
 from .options import flags_of
 
 if TYPE_CHECKING:

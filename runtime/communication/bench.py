@@ -24,10 +24,10 @@ from ..executor.instrumented import Activity, Span
 from ..formatting import write_bytes
 from ..reports.rendering import write_page
 from ..transports.protocol import Transport
-from .bench_options import BenchOptions, names_in, sizes_in
 from .collectives import Case, Prepared, Wires, prepare, wrong_in
 from .endpoints import GroupLinks, TransportLinks
 from .operation_facts import DTYPES, OPERATIONS, REDUCERS
+from .options import BenchOptions, names_in, sizes_in
 from .products import PRODUCTS, Factors, Product, product_bytes
 from .ring import PointToPoint, RingEvent, RingResult, ring_elements
 from .ring_events import event_lines, ring_spans, trace_of

@@ -21,10 +21,9 @@ from ..config.settings import SettingsError
 from ..distributed.interfaces import VARIABLES, address_of
 from ..distributed.ranks import given_rank_info
 from .hosts import Host, hosts, in_network
-from .locality_options import LocalityOptions
 from .locality_result import SplitTimes, result_of
 from .locality_steps import step_times
-from .rank_options import RankOptions
+from .options import LocalityOptions, RankOptions
 from .ring import ring_all_reduce
 from .session import Session, run_task
 from .splits import (

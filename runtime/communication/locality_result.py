@@ -8,7 +8,7 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 from ..formatting import Column, Table, write_share
-from .locality_options import LocalityOptions
+from .options import LocalityOptions
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from ..monitoring.run_files import number, read_run
 from ..plan.forecast import forecast_step, spec_bytes
 from ..plan.plan import Plan, read_plan
 from .hosts import Host
-from .locality_options import LocalityOptions
 from .locality_result import SplitTimes
-from .rank_options import RankOptions
+from .options import LocalityOptions, RankOptions
 from .splits import Split, hosts_of, lone_ranks, written
 
 SCHEDULE = "1f1b"

@@ -29,7 +29,7 @@ from ..launch.rank import OwnRank, as_rank
 from ..transports.choose import choose, find_circumstances, open_transport, whereabouts
 from ..transports.nccl import Lane
 from ..transports.protocol import DIRECTIONS, Transport
-from .rank_options import RankOptions
+from .options import RankOptions
 
 TASKS = ("measure", "bench", "locality")
 """The modules of this package with a `run_rank`; a process runs no others."""

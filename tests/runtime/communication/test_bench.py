@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncpipe.runtime.communication import bench, collectives
-from asyncpipe.runtime.communication.bench_options import BenchOptions
 from asyncpipe.runtime.communication.bench_tables import (
     check_results,
     reasons,
@@ -22,6 +21,7 @@ from asyncpipe.runtime.communication.bench_tables import (
 )
 from asyncpipe.runtime.communication.collectives import Case, Prepared, Wires, wrong_elements
 from asyncpipe.runtime.communication.operation_facts import OPERATIONS, applies
+from asyncpipe.runtime.communication.options import BenchOptions
 from asyncpipe.runtime.communication.ring import PointToPoint, ring_all_reduce
 from asyncpipe.runtime.communication.ring_events import event_lines
 from asyncpipe.runtime.communication.session import Session

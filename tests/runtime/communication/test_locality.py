@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from asyncpipe.runtime.communication.hosts import Host, HostsError, hosts, in_network
-from asyncpipe.runtime.communication.locality_options import LocalityOptions
 from asyncpipe.runtime.communication.locality_result import (
     SplitTimes,
     result_of,
     result_table,
 )
 from asyncpipe.runtime.communication.locality_steps import planned_step_s
+from asyncpipe.runtime.communication.options import LocalityOptions
 from asyncpipe.runtime.communication.ring import EndpointKind, ring_all_reduce
 from asyncpipe.runtime.communication.splits import (
     Split,

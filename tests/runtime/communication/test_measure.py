@@ -17,7 +17,7 @@ from asyncpipe.runtime.communication.measured_links import (
     link_map,
     measurement_of,
 )
-from asyncpipe.runtime.communication.rank_options import RankOptions
+from asyncpipe.runtime.communication.options import RankOptions
 from asyncpipe.runtime.communication.session import run_task
 from asyncpipe.tests.support.processes.in_process import command
 

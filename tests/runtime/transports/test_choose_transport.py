@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncpipe.runtime.communication.rank_options import RankOptions
+from asyncpipe.runtime.communication.options import RankOptions
 from asyncpipe.runtime.config.execution_options import LEFT_OUT, TRANSPORTS
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.distributed.process_groups import World
