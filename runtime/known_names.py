@@ -187,7 +187,6 @@ TRAIN = KnownNames(
         "stages": "The stages are those of the folder: asyncpipe-partition --stages.",
         "val-batches": "Use --eval-batches: the micro-batches of an evaluation.",
         "warmup-ratio": "Use --warmup: a number of steps. The default is a tenth of all steps.",
-        "world-size": "Use --ranks: the processes that share the stages.",
     },
 )
 """The options of asyncpipe-train and asyncpipe-compare."""
