@@ -12,14 +12,16 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from itertools import permutations
+from itertools import count, permutations
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ..distributed.process_groups import connect, gather_alike, leave
 from ..distributed.ranks import ALONE, RankInfo, given_rank_info
@@ -55,6 +57,8 @@ class Session:
     device: torch.device
     timeout_s: float
     group: dist.ProcessGroup | None = None
+    _calls: Iterator[int] = field(default_factory=count, repr=False, compare=False)
+    """The number of the next call in which ranks wait for each other."""
 
     @property
     def rank(self) -> int:
@@ -79,14 +83,37 @@ class Session:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
+        """Every rank posts the number of its call, so that an error names those that are late."""
+        if self.group is None:
+            yield
+            return
+        calls = PrefixStore("asyncpipe calls", _get_default_store())
+        call = next(self._calls)
         try:
+            calls.set(str(self.rank), str(call))
             yield
         except RuntimeError as error:
+            who = f"rank {self.rank} on {self.hosts[self.rank]}"
+            if "timed out" not in str(error).lower():
+                text = " ".join(str(error).split())[:200]
+                raise TransportError(f"{who} lost the other ranks: {text}") from error
+            late = self._behind(calls, call) or "the other ranks"
             raise TransportError(
-                f"rank {self.rank} on {self.hosts[self.rank]} waited {self.timeout_s:g} s for the "
-                f"others: {' '.join(str(error).split())[:200]}",
-                "See what the other ranks do, or allow more time with --timeout-s.",
+                f"{who} waited {self.timeout_s:g} s for {late}.",
+                f"See what {late} did, or allow more time with --timeout-s.",
             ) from error
+
+    def _behind(self, calls: Store, call: int) -> str:
+        """The ranks that have not come to a call, in words."""
+        try:
+            late = [
+                f"rank {rank} on {host}"
+                for rank, host in enumerate(self.hosts)
+                if not calls.check([str(rank)]) or int(calls.get(str(rank))) < call
+            ]
+        except RuntimeError:  # rank 0, which serves the store, is gone
+            return ""
+        return ", ".join(late)
 
     def open_transport(self, lanes: Iterable[Lane] | None = None) -> Transport:
         """A transport among all ranks, which all of them open.
