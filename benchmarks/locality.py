@@ -22,7 +22,7 @@ from asyncpipe.runtime.communication.options import LocalityOptions, RankOptions
 
 SPLITS = "4-2-2,4-3-1,3-3,5-1"
 LEAST_SERIAL, MOST_CONCURRENT = 1.4, 1.1
-"""What this reproduction has to show: the shares of 4-3-1 and 5-1 beside 4-2-2 and 3-3."""
+"""What this reproduction has to show: the shares of 4-3-1 and 5-1, compared with 4-2-2 and 3-3."""
 
 
 def main() -> None:

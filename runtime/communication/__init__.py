@@ -1,1 +1,1 @@
-"""What the links between ranks can do: measured, compared and explained (asyncpipe-comm)."""
+"""Links between ranks: measured, compared and explained (asyncpipe-comm)."""

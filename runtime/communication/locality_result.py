@@ -35,7 +35,7 @@ class SplitTimes:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The mean of a split in the study: seconds, and the share of the best split beside it."""
+    """The mean of a split in the study: seconds, and its share of the best split."""
 
     seconds: float
     share: float

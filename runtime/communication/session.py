@@ -104,7 +104,7 @@ class Session:
             ) from error
 
     def _behind(self, calls: Store, call: int) -> str:
-        """The ranks that have not come to a call, in words."""
+        """The ranks that are late for a call, in words."""
         try:
             late = [
                 f"rank {rank} on {host}"

@@ -107,7 +107,7 @@ def run_job(run: JobRun, steps: Sequence[str] = STEPS, *, on_ray: bool = False) 
 
 
 def shown_steps(folder: JobFolder, *, trust: bool) -> list[str]:
-    """What a job does on this machine, in lines: its commands begin with `$`."""
+    """The steps of a job on this machine, in lines: its commands begin with `$`."""
     job, lines = folder.job, []
     if folder.is_fetched:
         lines.append(f"fetch   {job.data.uri} to {folder.data}")

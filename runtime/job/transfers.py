@@ -1,6 +1,6 @@
 """Files between a job's folder and its URLs: data and plans fetched, plans and results uploaded.
 
-What is complete is not fetched again: a list of the fetched files and their versions is kept.
+A list of the fetched files and their versions is kept, so that complete files are not fetched again.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def fetch_plan(url: str, aside: Path, made_from: Path) -> bool:
 
 
 def read_made_from(path: Path) -> object:
-    """What a plan was made from; None if it is not known."""
+    """The origin of a plan; None if it is not known."""
     origin = Origin(str(path), DataError, "Remove it.")
     return parse_json(read_text(path, origin), origin) if path.is_file() else None
 

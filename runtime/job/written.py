@@ -1,4 +1,4 @@
-"""What a job becomes on another system: files to look at, and the commands that start it there."""
+"""A job for another system: files to look at, and the commands that start it there."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def run(
     alone = has_one_rank and job.config.replicas == 1
     if alone and not settings.has_network:
         raise SettingsError(
-            "--transport none, but the run has 1 process: there is no network to leave out.",
+            "--transport none, but the run has 1 process and needs no network.",
             "Leave it out, or give more ranks.",
         )
     if settings.dry_run:

@@ -198,7 +198,7 @@ def _step_table(run: RunRecords) -> Table:
 
 
 def _account_rows(run: RunRecords) -> Iterator[tuple[str, ...]]:
-    """What a step sent, summed and wrote."""
+    """The bytes that a step sent, its sums and its writing."""
     for name, size in sent_bytes(run).items():
         yield f"sent: {name}", "", write_bytes(size), ""
     if math.isfinite(summed := last(run, "summed_elements")):

@@ -246,7 +246,7 @@ class LocalHub:
 
     world_size: their number.
     depth: the number of receives to post ahead on a channel.
-    messages: what was sent and has not been taken.
+    messages: the tensors that no rank has taken yet.
     """
 
     def __init__(self, world_size: int = 1, *, depth: int = 4) -> None:

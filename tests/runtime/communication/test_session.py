@@ -16,7 +16,7 @@ _LIMIT_S = 2.0
 
 
 def wait_for_rank_1(rank: int, folder: Path) -> str:
-    """What a rank says that waits for rank 1 in the second barrier; rank 1 never comes to it."""
+    """The error of a rank that waits for rank 1 in a second call, to which rank 1 never comes."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=_LIMIT_S), backend="gloo")
     info, cpu = RankInfo(rank, 3, rank, 3), torch.device("cpu")
     session = Session(info, ("h1", "h2", "h3"), "gloo", cpu, _LIMIT_S, group)

@@ -1,4 +1,4 @@
-"""What a job file may say: values from texts, near names, no secrets, and code only on request."""
+"""Job files: values from texts, near names, no secrets, and code only on request."""
 
 from __future__ import annotations
 

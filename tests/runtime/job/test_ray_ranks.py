@@ -23,7 +23,7 @@ from asyncpipe.tests.support.processes.in_process import error_of
 
 
 class SeatedActor(RankActor):
-    """An actor that knows its node, as Ray would tell it."""
+    """An actor that knows its node, as with Ray."""
 
     def __init__(self, node: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a run counts about itself: the bytes that it hands to the transport are exactly the plan's,
+"""The accounts of a run: the bytes that it hands to the transport are exactly the plan's,
 and every moment of a step has one reason."""
 
 from __future__ import annotations
