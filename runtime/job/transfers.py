@@ -1,6 +1,6 @@
 """Files between a job's folder and its URLs: data and plans fetched, plans and results uploaded.
 
-A list of the fetched files and their versions is kept, so that complete files are not fetched again.
+A list of the fetched files and their versions is kept: complete files are not fetched again.
 """
 
 from __future__ import annotations
