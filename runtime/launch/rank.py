@@ -166,6 +166,8 @@ def as_rank(
     except Exception as error:
         # The parent process may end this rank while it waits below.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # A DataLoader raises another error here when a process of its own ends.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         step = own.left.step_of(info.rank) if counts_steps else None
         failure = failure_of(error, info.rank, own.stages, step, folder)
         code = 1 if own.left.write(failure) else CANNOT_WRITE

@@ -403,6 +403,9 @@ class Plan:
             del candidate["seconds"]
         if self.mode == "both":
             del document["mode"]
+        for rank in document["setting"]["ranks"]:
+            if rank["number"] is None:
+                del rank["number"]
         for stage in document["stages"]:
             for name in ("draws_numbers", "changes", "changes_trained"):
                 if not stage[name]:

@@ -75,7 +75,7 @@ def test_the_sentence_says_who_wanted_how_much_for_what_and_what_there_is(
 ) -> None:
     plan = write_mlp(tmp_path / "mlp")
     stages = (plan.stages[0], replace(plan.stages[1], peak_bytes=22 * GIB))
-    monkeypatch.setattr(diagnostics, "_room", lambda device: (GIB // 2, 24 * GIB))
+    monkeypatch.setattr(diagnostics, "free_and_total_bytes", lambda device: (GIB // 2, 24 * GIB))
     activities = Activities()
     activities.step = first
     activities.begin(Activity(kind, Action(1, kind, index), index))  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def test_what_helps_is_not_what_is_done_already(tmp_path: Path) -> None:
 
 
 def test_this_machine_has_memory() -> None:
-    free, whole = diagnostics._room("cpu")
+    free, whole = diagnostics.free_and_total_bytes("cpu")
     assert 0 < free < whole
 
 

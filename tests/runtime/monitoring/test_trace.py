@@ -206,7 +206,7 @@ def test_durations_add_up_to_the_steps_with_the_overhead_between(folder: Path) -
         shares = {part: steps[2][f"{part}_shares"][rank] for part in spent_us}
         scale = sum(shares.values()) / sum(spent_us.values())
         for part, us in spent_us.items():
-            assert us * scale == pytest.approx(shares[part], abs=3e-4), part
+            assert us * scale == pytest.approx(shares[part], abs=2e-3), part
     assert any(e["name"] == "the norm of all gradients" for e in slices(events, 0, "waits"))
 
 

@@ -74,7 +74,10 @@ def _start():
     scripts = {python: f'#!/bin/sh\nexec {client} "$@"\n'}
     commands = ("partition", "train", "inspect", "compare", "info", "view", "comm", "job")
     for command in commands:
-        body = f"import sys\nfrom asyncpipe.cli import {command}\nsys.exit({command}())\n"
+        body = (
+            f"import sys\nfrom asyncpipe.cli import {command}\n"
+            f"if __name__ == '__main__':\n    sys.exit({command}())\n"
+        )
         scripts[folder / f"asyncpipe-{command}"] = f"#!{python}\n{body}"
     _, _, body = (real / "torchrun").read_text().partition("\n")
     scripts[folder / "torchrun"] = f"#!{python}\n{body}"
