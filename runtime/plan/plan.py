@@ -401,15 +401,11 @@ class Plan:
         document = asdict(self)
         for candidate in document["candidates"]:
             del candidate["seconds"]
-        if self.mode == "both":
-            del document["mode"]
-        for rank in document["setting"]["ranks"]:
-            if rank["number"] is None:
-                del rank["number"]
-        for stage in document["stages"]:
-            for name in ("draws_numbers", "changes", "changes_trained"):
-                if not stage[name]:
-                    del stage[name]  # few models do
+        usual = dict(mode="both", draws_numbers=False, changes=(), changes_trained=(), number=None)
+        for part in (document, *document["stages"], *document["setting"]["ranks"]):
+            for name in usual:
+                if part.get(name, ...) == usual[name]:
+                    del part[name]  # few plans differ
         return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
