@@ -72,7 +72,11 @@ def both_ways_ms(
     sending_ms: Floats | float, receiving_ms: Floats | float, duplex: float
 ) -> Floats | float:
     """Milliseconds in which a rank sends and receives: one after the other with a `duplex` of 1, at
-    the same time with 2."""
+    the same time with 2.
+
+    >>> [float(both_ways_ms(3.0, 2.0, duplex)) for duplex in (1.0, 1.25, 2.0)]
+    [5.0, 4.0, 3.0]
+    """
     in_turn_ms = sending_ms + receiving_ms
     if duplex == 1:
         return in_turn_ms
