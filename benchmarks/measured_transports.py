@@ -1,10 +1,10 @@
 """`asyncpipe-comm measure` beside `benchmarks/transports.py`: microseconds of a message one way.
 
 Both time half of a round trip between two ranks of this machine, over the same transports. They
-alternate in one run: measure, transports.py, measure; a cell has the two figures of `measure`, and
-their median as a multiple of the other benchmark's. The limit is 15%.
+alternate, a round of each; a cell has the figures of every round, and the median of `measure` as a
+multiple of the other benchmark's. The limit is 15%.
 
-    python benchmarks/measured_transports.py --rounds 1
+    python benchmarks/measured_transports.py --rounds 7
 """
 
 import argparse
@@ -38,30 +38,30 @@ def measured_us(transport: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
-    runs = [{name: measured_us(name) for name in TRANSPORTS}]
-    rows = measure_all(rounds)
-    runs.append({name: measured_us(name) for name in TRANSPORTS})
+    measured, rows = [], []
+    for number in range(rounds):
+        measured.append({name: measured_us(name) for name in TRANSPORTS})
+        rows += measure_all(range(number, number + 1))
     others = round(statistics.median(row["others_share"] for row in rows), 3)
     cells = []
     for name in TRANSPORTS:
         for size in COMPARED:
-            same = [
-                r["us"] for r in rows if (r["way"], r["what"], r["size"]) == (name, "one way", size)
-            ]
-            ours, theirs = [run[name][size] for run in runs], statistics.median(same)
-            ratio = statistics.median(ours) / theirs
+            wanted = name, "one way", size
+            theirs = [row["us"] for row in rows if (row["way"], row["what"], row["size"]) == wanted]
+            ours = [of_round[name][size] for of_round in measured]
+            middle, other = statistics.median(ours), statistics.median(theirs)
             cells.append(
                 {
                     "transport": name,
                     "size": size,
                     "measure_us": [round(us, 2) for us in ours],
-                    "transports_us": round(theirs, 2),
-                    "ratio": round(ratio, 3),
+                    "transports_us": [round(us, 2) for us in theirs],
+                    "ratio": round(middle / other, 3),
                 }
             )
-            print(f"{name:5} {size:8} {ours[0]:9.1f} {ours[1]:9.1f} {theirs:9.1f} {ratio:6.2f}")
+            print(f"{name:5} {size:8} {middle:9.1f} {other:9.1f} {middle / other:6.2f}")
     write_result("measured_transports", {"rounds": rounds, "others_share": others, "cells": cells})
 
 

@@ -246,12 +246,12 @@ def worker(rank: int, folder: Path, number: int, over_mpi: bool) -> None:
     dist.destroy_process_group()
 
 
-def measure_all(rounds: int) -> list[dict[str, Any]]:
+def measure_all(rounds: range) -> list[dict[str, Any]]:
     mpiexec = _mpiexec()
     if mpiexec is None:
         print("mpi4py or mpiexec is not installed: MPI is left out")
     rows: list[dict[str, Any]] = []
-    for number in range(rounds):
+    for number in rounds:
         rows += _measure(number, None)
         if mpiexec is not None:
             rows += _measure(number, mpiexec)
@@ -339,7 +339,7 @@ def main() -> None:
     if arguments.worker:
         worker(_rank(), arguments.worker, arguments.round, arguments.over_mpi)
     else:
-        report(measure_all(arguments.rounds), arguments.rounds)
+        report(measure_all(range(arguments.rounds)), arguments.rounds)
 
 
 if __name__ == "__main__":
