@@ -17,6 +17,7 @@ earlier result that were not exact, and keeps the others.
 """
 
 import argparse
+import functools
 import json
 import os
 import time
@@ -57,20 +58,20 @@ def found(packages: list[str]) -> dict[Key, Case]:
     return cases
 
 
-def examine(key: Key) -> dict[str, Any]:
+def examine(key: Key, limit_s: int = LIMIT_S) -> dict[str, Any]:
     """The row of one model: `reason` if it cannot train by itself, else the outcome of each cut."""
     quiet()
     case = found([name for name in PACKAGES if _holds(name, key[0])])[key]
     started = time.process_time()
     try:
-        with limited():
+        with limited(limit_s):
             trains(case)
     except BaseException as error:
         return {"reason": sentence(error)}
     row: dict[str, Any] = {}
     for stages in STAGES:
-        row[f"{stages} stages"] = outcome(judge, case, stages)
-    row[PEER] = outcome(peer, case)
+        row[f"{stages} stages"] = outcome(judge, case, stages, limit_s=limit_s)
+    row[PEER] = outcome(peer, case, limit_s=limit_s)
     return row | {"cpu_s": round(time.process_time() - started, 1)}
 
 
@@ -114,6 +115,12 @@ def main() -> None:
         type=Path,
         help="result file whose rows are kept until they are repeated; exact ones are not repeated",
     )
+    parser.add_argument(
+        "--limit-s",
+        type=int,
+        default=LIMIT_S,
+        help="seconds of processor time for each check of a model (default %(default)s)",
+    )
     parser.add_argument("--output", default="out_of_sample", help="the name of the result")
     parser.add_argument(
         "--trace", action="store_true", help="judge in this process, and show tracebacks"
@@ -133,9 +140,9 @@ def main() -> None:
             except Exception:
                 traceback.print_exc()
         return
-    earlier = json.loads(arguments.again.read_text())["rows"] if arguments.again else []
+    earlier = json.loads(arguments.again.read_text()) if arguments.again else {"rows": []}
     # Rows that are to be repeated stay until their new ones replace them.
-    rows = {(row["package"], row["model"]): row for row in earlier}
+    rows = {(row["package"], row["model"]): row for row in earlier["rows"]}
     exact = {
         key for key, row in rows.items() if row.get("2 stages") == row.get("4 stages") == "exact"
     }
@@ -143,7 +150,13 @@ def main() -> None:
     order = [*dict.fromkeys([*rows, *cases])]
     started = time.perf_counter()
     for run, (key, answer) in enumerate(
-        each(examine, work, processes=arguments.processes, limit_s=20 * LIMIT_S, cases_a_process=12)
+        each(
+            functools.partial(examine, limit_s=arguments.limit_s),
+            work,
+            processes=arguments.processes,
+            limit_s=20 * arguments.limit_s,
+            cases_a_process=12,
+        )
     ):
         row = {"package": key[0], "model": key[1]}
         died = isinstance(answer, Died)
@@ -155,8 +168,10 @@ def main() -> None:
         write_result(
             arguments.output,
             {
-                "versions": versions(),
-                "minutes": round((time.perf_counter() - started) / 60, 1),
+                "versions": earlier.get("versions", {}) | versions(),
+                "minutes": round(
+                    earlier.get("minutes", 0) + (time.perf_counter() - started) / 60, 1
+                ),
                 "not yet run": to_run,
                 "counts": counted([*rows.values()]),
                 "rows": [rows[key] for key in order if key in rows],

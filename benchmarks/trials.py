@@ -57,7 +57,7 @@ class Wrong(Exception):
 
 
 class TooLong(BaseException):
-    """A check took more than LIMIT_S; not an Exception, so that no handler catches it."""
+    """A check took longer than its limit; not an Exception, so that no handler catches it."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,21 @@ def trains(case: Case) -> None:
         raise ValueError(f"two runs from equal seeds differ: {error}") from error
 
 
-def outcome(check: Callable[..., None], *arguments: Any) -> str:
+def outcome(check: Callable[..., None], *arguments: Any, limit_s: int = LIMIT_S) -> str:
     """One of OUTCOMES, followed by a colon and the reason unless it is "exact"."""
     try:
-        with limited(), open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        with (
+            limited(limit_s),
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stderr(nowhere),
+        ):
             check(*arguments)
     except Wrong as error:
         return f"wrong: {error}"
     except AsyncPipeError as error:
         if (
             TRAINING_ALONE in str(error.cure)
-            and outcome(check, *_training_alone(arguments)) == "exact"
+            and outcome(check, *_training_alone(arguments), limit_s=limit_s) == "exact"
         ):
             return f"training: {sentence(error)}"
         kind = "unclear" if _NO_CAUSE.search(error.what) else "refused"
@@ -290,12 +294,12 @@ def middle(model: nn.Module) -> str:
 
 
 @contextlib.contextmanager
-def limited() -> Iterator[None]:
+def limited(limit_s: int = LIMIT_S) -> Iterator[None]:
     def late(*_: Any) -> None:
-        raise TooLong(f"took over {LIMIT_S} s of processor time")
+        raise TooLong(f"took over {limit_s} s of processor time")
 
     signal.signal(signal.SIGPROF, late)
-    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
     try:
         yield
     finally:
