@@ -19,7 +19,7 @@ from itertools import accumulate
 from ..errors import PlanError
 from ..plan.plan import Plan
 from ..schedule.interleaved import REPLICATED
-from ..schedule.schedule import Schedule
+from ..schedule.schedule import Numbering, Schedule
 from .learning_options import DDP
 from .settings import RunConfig, Settings, SettingsError
 
@@ -110,6 +110,11 @@ class StepBatch:
     def first_of(self, step: int, replica: int) -> int:
         """The number of a replica's first micro-batch of a step, both counted from 0."""
         return step * len(self.sizes) + replica * self.in_replica
+
+    def numbering(self, first: int) -> Numbering:
+        """The numbers of the micro-batches of a replica, the first of which has the number
+        `first`."""
+        return Numbering(first, self.in_replica, len(self.sizes))
 
     def place(self, micro_batch: int) -> tuple[int, int]:
         """The position of the first sample of a micro-batch, counted over all steps, and how many

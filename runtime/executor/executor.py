@@ -41,6 +41,7 @@ from .run import (
     loss_of_stage,
     may_draw,
     needed_inputs,
+    numbering,
     output_names,
     sizes_of_each,
     version_pairs,
@@ -236,9 +237,9 @@ class Executor:
         self._check(schedule, training := options.get("training", True))
         program = self._program(schedule, options)
         sizes = sizes_of_each(options.get("sizes") or self.plan.sizes, schedule)
+        numbers = numbering(schedule, options)
         for binder in self.binders.values() if training else ():
-            binder.begin(schedule)
-        first_micro_batch = options.get("first_micro_batch", 0)
+            binder.begin(schedule, micro_batches=numbers.in_all)
         batches = [own.get("batch", 1) for own in sizes]
         empty = frozenset(index for index, samples in enumerate(batches) if not samples)
         rank, observer = self.transport.rank, options.get("observer") or Observer()
@@ -251,12 +252,12 @@ class Executor:
             mailbox=self._mailbox(schedule, without(program, empty), sizes, options),
             empty=empty,
             recorder=RunRecorder(observer, keep_events=options.get("record", False)),
-            version_pairs=version_pairs(program, self.versions, first_micro_batch),
+            version_pairs=version_pairs(program, self.versions, numbers),
             loss_divisors=loss_divisors(batches, schedule.step_every, options.get("step_samples")),
             read={},
             split=split_backwards([program]),
             immediate_backward=immediate_backward(program),
-            first_micro_batch=first_micro_batch,
+            numbers=numbers,
             loss_scale=options.get("loss_scale", 1.0),
             losses=options.get("losses", True),
             may=options.get("may"),
@@ -304,7 +305,7 @@ class Executor:
 
     def _forward(self, run: PipelineRun, action: Action) -> Generator[Handle, None, None]:
         stage = self.stages[action.stage]
-        micro_batch = run.first_micro_batch + action.index
+        micro_batch = run.numbers.number(action.index)
         fed = run.feed(micro_batch)
         inputs = {name: fed[name] for name in stage.spec.inputs if name in fed}
         for channel in run.mailbox.incoming("activation", action.stage):
@@ -341,7 +342,7 @@ class Executor:
 
     def _backward(self, run: PipelineRun, action: Action) -> Generator[Handle, None, None]:
         stage, binder = self.stages[action.stage], self.binders[action.stage]
-        micro_batch = run.first_micro_batch + action.index
+        micro_batch = run.numbers.number(action.index)
         where = action.stage, action.index
         repeats = stage.is_repeatable(micro_batch)
         bound = binder.backward(run.version_pairs[where], repeats=repeats)
@@ -372,7 +373,7 @@ class Executor:
 
     def _weight_backward(self, run: PipelineRun, action: Action) -> None:
         with run.recorder.timing(action):
-            self.stages[action.stage].weight_backward(run.first_micro_batch + action.index)
+            self.stages[action.stage].weight_backward(run.numbers.number(action.index))
             self._finish_micro_batch(run, (action.stage, action.index))
 
     def _forward_weights(
@@ -394,8 +395,7 @@ class Executor:
     def _step(self, run: PipelineRun, action: Action) -> Generator[Handle, None, None]:
         version = self.weights[action.stage].version + 1
         window = run.window_of((action.index - 1) * run.schedule.step_every)
-        delay_of = partial(shared_delay, run.schedule)
-        yield from self.shared.collect(action.stage, version, delay_of)
+        yield from self.shared.collect(action.stage, version, partial(shared_delay, run.schedule))
         with run.recorder.timing(action):
             self.stages[action.stage].finish_window(window)
             with self.binders[action.stage].stepping():

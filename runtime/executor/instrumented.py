@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..schedule.schedule import Action
+from ..schedule.schedule import Action, Numbering
 from ..staleness.weight_versions import LedgerEntry
 from ..transports.protocol import GENERATOR_STATE
 from .weight_binding import Gap
@@ -138,8 +138,8 @@ class Span(NamedTuple):
     activity: Activity
     start_s: float
     end_s: float
-    first_micro_batch: int = 0
-    """The number of the first micro-batch of the segment."""
+    numbers: Numbering = Numbering()
+    """The numbers of the segment's micro-batches."""
     step: int = 1
     """The first step of the segment."""
 
@@ -170,14 +170,14 @@ class Activities:
     An exception leaves its activity open, so that it can be reported.
 
     finished: the number of finished activities.
-    first_micro_batch, step: those of the segment.
+    numbers, step: the numbers of the segment's micro-batches, and its first step.
     spans: the finished activities, if recorded.
     sent: the bytes sent since the last `take_sent`, by purpose.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.finished = 0
-        self.first_micro_batch, self.step = 0, 1
+        self.numbers, self.step = Numbering(), 1
         self.spans: list[Span] | None = None
         self.sent: Counter[str] = Counter()
         self._clock = clock
@@ -205,7 +205,7 @@ class Activities:
         self._free_since_s = now_s
         self.finished += 1
         if self.spans is not None:
-            self.spans.append(Span(activity, start_s, now_s, self.first_micro_batch, self.step))
+            self.spans.append(Span(activity, start_s, now_s, self.numbers, self.step))
 
     def during(self, activity: Activity) -> _During:
         """Inside, the rank has this activity."""
@@ -359,7 +359,7 @@ def observed_feed(feed: Callable[[int], Made], activities: Activities) -> Callab
     """The feed, with its time recorded as `data`; micro-batches are counted within the segment."""
 
     def fed(micro_batch: int) -> Made:
-        index = micro_batch - activities.first_micro_batch
+        index = activities.numbers.index(micro_batch)
         with activities.during(Activity("data", index=index)):
             return feed(micro_batch)
 

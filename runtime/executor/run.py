@@ -25,7 +25,7 @@ from ..data.task import sizes_of
 from ..errors import DataError, PlanError, ScheduleError
 from ..plan.plan import Plan
 from ..plan.structure import names_in, rebuilt
-from ..schedule.schedule import Action, Schedule
+from ..schedule.schedule import Action, Numbering, Schedule
 from ..staleness import VersionPair
 from .instrumented import Observer, RunRecorder
 from .mailbox import Mailbox, Sizes
@@ -216,7 +216,7 @@ def without(program: Program, micro_batches: Collection[int]) -> Program:
 
 
 def version_pairs(
-    program: Program, versions: Mapping[int, int], first_micro_batch: int
+    program: Program, versions: Mapping[int, int], numbers: Numbering
 ) -> dict[tuple[int, int], VersionPair]:
     """The versions of each micro-batch at each stage, by stage and the schedule's index.
 
@@ -229,7 +229,7 @@ def version_pairs(
             version = versions[action.stage] + action.version
             met.setdefault((action.stage, action.index), []).append(version)
     return {
-        (stage, index): VersionPair(first_micro_batch + index, seen[0], seen[-1])
+        (stage, index): VersionPair(numbers.number(index), seen[0], seen[-1])
         for (stage, index), seen in met.items()
     }
 
@@ -289,6 +289,9 @@ class RunOptions(TypedDict, total=False):
 
     first_micro_batch: int
     """The number of the schedule's first micro-batch (default 0)."""
+    micro_batches_in_all: int | None
+    """The micro-batches of a step, if replicas of the pipeline run some of them. They count between
+    this pipeline's micro-batches of two steps (default: the schedule's)."""
     observer: Observer | None
     """Receives the events of the run."""
     training: bool
@@ -316,6 +319,13 @@ class RunOptions(TypedDict, total=False):
     runs, on any rank."""
 
 
+def numbering(schedule: Schedule, options: RunOptions) -> Numbering:
+    """The numbers of the schedule's micro-batches."""
+    every = schedule.step_every
+    in_all = options.get("micro_batches_in_all") or every
+    return Numbering(options.get("first_micro_batch", 0), every, in_all)
+
+
 @dataclass
 class PipelineRun:
     """The state of one run, shared by its actions. Keys are stage and schedule index."""
@@ -337,15 +347,14 @@ class PipelineRun:
     empty: frozenset[int]
     """The micro-batches without samples, which do not run; stages still complete their gradients in
     the order of the whole schedule, which is that of their replicas."""
-    first_micro_batch: int
+    numbers: Numbering
     loss_scale: float
     losses: bool
     may: May | None
 
     def window_of(self, index: int) -> int:
         """The number of the step, in all runs, that a micro-batch of the schedule counts for."""
-        every = self.schedule.step_every
-        return self.first_micro_batch // every + index // every
+        return self.numbers.first // self.numbers.in_all + index // self.numbers.of_step
 
     def is_empty(self, action: Action) -> bool:
         """True for an action of a micro-batch without samples."""

@@ -71,13 +71,20 @@ class WeightBinder:
         for method in self.methods:
             method.steps = OptimizerView(steps, self.weights, self.lr_scale, follows)
 
-    def begin(self, schedule: Schedule) -> None:
-        """Called before a segment's first action."""
+    def begin(self, schedule: Schedule, *, micro_batches: int | None = None) -> None:
+        """Called before a segment's first action. `micro_batches` are those of a step in all
+        replicas of the pipeline."""
         ahead = (0,) * schedule.stages
         if not schedule.synchronous:
             ahead = tuple(most - 1 for most in schedule.in_flight)
         delays = Delays(ahead, schedule.step_every, first_version=self.weights.version)
-        context = StageContext(self.weights.stage, delays, schedule.synchronous, self._shared)
+        context = StageContext(
+            self.weights.stage,
+            delays,
+            micro_batches or schedule.step_every,
+            schedule.synchronous,
+            self._shared,
+        )
         for method in self.methods:
             context = method.in_context(context, _of(method, self._to_load))
         for method in self.methods:

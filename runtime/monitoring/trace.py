@@ -17,7 +17,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,7 +26,7 @@ from ..config.segments import segments
 from ..config.settings import RunConfig
 from ..distributed.process_groups import World
 from ..executor.instrumented import COMPUTING, Activities, Activity, Kind, Span, StageMessage
-from ..schedule.schedule import Action, Schedule
+from ..schedule.schedule import Action, Numbering, Schedule
 from ..schedule.simulate import Event, Timeline
 from .gather import clock_offset_s
 
@@ -157,16 +157,14 @@ def _facts(span: Span) -> dict[str, Any]:
     if isinstance(subject, Action):
         if subject.kind == "S":
             return {"stage": subject.stage, "step": _step(span, subject)}
-        facts = {"stage": subject.stage, "micro_batch": span.first_micro_batch + subject.index}
+        facts = {"stage": subject.stage, "micro_batch": span.numbers.number(subject.index)}
         # Versions count from 0 in a segment, and steps from 1 in a run.
         version = {} if subject.version is None else {"version": span.step - 1 + subject.version}
         return facts | version
     if isinstance(subject, StageMessage):
         index = span.activity.index
         of_micro_batch = subject.kind in ("activation", "gradient")
-        unit = (
-            {"micro_batch": span.first_micro_batch + index} if of_micro_batch else {"step": index}
-        )
+        unit = {"micro_batch": span.numbers.number(index)} if of_micro_batch else {"step": index}
         return unit | {
             "kind": subject.kind,
             "source": subject.source,
@@ -174,7 +172,7 @@ def _facts(span: Span) -> dict[str, Any]:
             "bytes": subject.size_bytes,
         }
     if span.activity.kind == "data":
-        return {"micro_batch": span.first_micro_batch + span.activity.index}
+        return {"micro_batch": span.numbers.number(span.activity.index)}
     return {}
 
 
@@ -225,20 +223,20 @@ def to_plain(spans: Iterable[Span]) -> list[list[Any]]:
             content = ["action", subject.stage, subject.kind, subject.index, None, subject.version]
         elif isinstance(subject, StageMessage):
             content = ["message", subject.kind, subject.name, *_numbers(subject)]
-        times = [span.start_s, span.end_s, span.first_micro_batch, span.step]
+        times = [span.start_s, span.end_s, astuple(span.numbers), span.step]
         plain.append([activity.kind, content, activity.index, *times])
     return plain
 
 
 def from_plain(plain: Iterable[Sequence[Any]], *, later_s: float = 0.0) -> Iterator[Span]:
     """The spans of another rank, whose clock is `later_s` behind."""
-    for kind, about, index, start_s, end_s, first_micro_batch, step in plain:
+    for kind, about, index, start_s, end_s, numbers, step in plain:
         subject: Action | StageMessage | str = about if isinstance(about, str) else ""
         if not isinstance(about, str):
             of, *parts = about
             subject = Action(*parts) if of == "action" else StageMessage(*parts)
         activity = Activity(kind, subject, index)
-        yield Span(activity, start_s + later_s, end_s + later_s, first_micro_batch, step)
+        yield Span(activity, start_s + later_s, end_s + later_s, Numbering(*numbers), step)
 
 
 def _numbers(message: StageMessage) -> tuple[int, ...]:

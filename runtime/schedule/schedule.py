@@ -168,6 +168,34 @@ class Schedule:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """The numbers, in the whole run, of a segment's micro-batches in one pipeline.
+
+    first: the number of the first one
+    of_step: the micro-batches of a step in this pipeline
+    in_all: the micro-batches of a step in all replicas of the pipeline
+
+    >>> second_of_two = Numbering(first=10, of_step=2, in_all=4)
+    >>> [second_of_two.number(index) for index in range(4)], second_of_two.index(15)
+    ([10, 11, 14, 15], 3)
+    """
+
+    first: int = 0
+    of_step: int = 1
+    in_all: int = 1
+
+    def number(self, index: int) -> int:
+        """The number of the micro-batch that has this index in the segment."""
+        step, place = divmod(index, self.of_step)
+        return self.first + step * self.in_all + place
+
+    def index(self, number: int) -> int:
+        """The index of the micro-batch in the segment."""
+        step, place = divmod(number - self.first, self.in_all)
+        return step * self.of_step + place
+
+
 def one_step(
     name: str,
     rows: Iterable[Iterable[Action]],

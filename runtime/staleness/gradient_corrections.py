@@ -149,7 +149,7 @@ class DelayCompensated(Staleness):
     def after_backward(
         self, weights: WeightVersions, pair: VersionPair, gradients: Weights
     ) -> None:
-        read, count = weights.read_by(pair.micro_batch), self.context.step_every
+        read, count = weights.read_by(pair.micro_batch), self.context.micro_batches
         for name, leaf in gradients.items():
             if leaf.grad is None:
                 continue

@@ -167,6 +167,8 @@ class StageContext:
     stage: int
     delays: Delays
     """The delays of all stages; all zero in a `synchronous` schedule."""
+    micro_batches: int
+    """The micro-batches of a step in all replicas of the pipeline."""
     synchronous: bool = False
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Name of a weight that other stages hold too -> all stages that hold it."""
@@ -182,7 +184,7 @@ class StageContext:
 
     @property
     def step_every(self) -> int:
-        """The number of micro-batches in a step."""
+        """The number of micro-batches in a step of one pipeline."""
         return self.delays.step_every
 
     @property

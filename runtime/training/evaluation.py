@@ -25,7 +25,7 @@ from ..monitoring.records import EvalRecord
 from ..plan.plan import Plan
 from ..rng import import_seeded
 from ..schedule.dependencies import lower
-from ..schedule.schedule import Action, Kind, Schedule, one_step
+from ..schedule.schedule import Action, Kind, Numbering, Schedule, one_step
 from ..user_code import names_object
 from .batches import MicroBatches
 from .replica_gradients import first_buffers
@@ -80,7 +80,7 @@ class Evaluator:
             return fields
 
         modules = {index: stage.module for index, stage in pipeline.stages.items()}
-        self._activities.first_micro_batch = self._first
+        self._activities.numbers = Numbering(self._first)
         with first_buffers(modules, self._world):
             if self._schedule is not None:
                 pipeline.run(

@@ -7,7 +7,7 @@ import resource
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from time import perf_counter, process_time
 from typing import Any
@@ -116,6 +116,7 @@ class OptimizerStepper(ActionObserver):
         self._scale = None if config.loss_scale is None else LossScale(config.loss_scale)
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._set_batch(StepBatch.of(config), 0)
+        self._first_step, self._numbers = 1, self._batch.numbering(0)
         self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         self._passages: dict[int, list[LedgerEntry]] = defaultdict(list)
         self._gaps: dict[int, list[Gap]] = defaultdict(list)
@@ -181,23 +182,22 @@ class OptimizerStepper(ActionObserver):
         flushed: True for a synchronous segment in an asynchronous run.
         batch: the samples of its micro-batches, if not as before.
         """
-        self._first = first_micro_batch, step
         if batch is not None:
             self._set_batch(batch, step - 1)
+        self._first_step, self._numbers = step, self._batch.numbering(first_micro_batch)
         self._delays = delays or Delays((0,) * self._stages, 1)
         self._is_synchronous = flushed or not self._config.is_async
-        self.activities.step, self.activities.first_micro_batch = step, first_micro_batch
+        self.activities.step, self.activities.numbers = step, self._numbers
         self._between = self.activities.take()
         self.activities.take_sent()
 
     lr_factor = 1.0
-    _first = 0, 1
-    """The first micro-batch and the first step of the segment."""
     _between: Spent = {}
     """The time between the last step and the segment."""
 
     def _set_batch(self, batch: StepBatch, step: int) -> None:
         world, samples = self._world, sum(batch.sizes_at(step))
+        self._batch = batch
         self._sizes = batch.sizes_of(world.replica, step)
         # The share of this rank's samples in those of the step, and of these in a whole step's.
         self._part = sum(world.grid.share_of(world.rank, self._sizes)) / samples
@@ -209,9 +209,8 @@ class OptimizerStepper(ActionObserver):
             self._after_step(action.stage)
 
     def on_loss(self, micro_batch: int, loss: Tensor) -> None:
-        first, step = self._first
-        ahead, index = divmod(micro_batch - first, len(self._sizes))
-        self._losses[step + ahead].append((loss, self._sizes[index]))
+        step, place = divmod(self._numbers.index(micro_batch), len(self._sizes))
+        self._losses[self._first_step + step].append((loss, self._sizes[place]))
 
     def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
         if self.outputs is not None:
@@ -219,7 +218,9 @@ class OptimizerStepper(ActionObserver):
 
     def on_ledger_entry(self, entry: LedgerEntry) -> None:
         if self._config.is_async:
-            self._passages[entry.backward_version + 1].append(entry)
+            # The closed form counts the micro-batches of this pipeline alone.
+            own = self._numbers.first + self._numbers.index(entry.micro_batch)
+            self._passages[entry.backward_version + 1].append(replace(entry, micro_batch=own))
 
     def wants_gap(self, version: int) -> bool:
         return self._config.is_async and is_logged(version, self._config)

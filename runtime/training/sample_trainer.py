@@ -141,10 +141,11 @@ class StageTrainer:
         """The micro-batches that this rank reads until the end of the run."""
         replica = self._setup.world.replica
         for segment in segments(self._config, self._setup.start):
-            first = self.batch.first_of(segment.steps.start, replica)
+            numbers = self.batch.numbering(self.batch.first_of(segment.steps.start, replica))
             for index in range(len(segment.steps) * self._config.micro_batches):
-                if self._reads(index) and self.batch.place(first + index)[1]:
-                    yield first + index
+                number = numbers.number(index)
+                if self._reads(index) and self.batch.place(number)[1]:
+                    yield number
 
     def _reads(self, index: int) -> bool:
         """True if a stage of this rank reads data of a micro-batch of the schedule."""

@@ -99,6 +99,7 @@ class TrainedStages:
         )
         options |= {
             "first_micro_batch": first,
+            "micro_batches_in_all": len(batch.sizes),
             "observer": self.stepper,
             "loss_scale": self.stepper.loss_scale,
         }

@@ -28,7 +28,7 @@ from asyncpipe.runtime.monitoring.trace import (
     to_plain,
 )
 from asyncpipe.runtime.schedule.asynchronous import async_1f1b
-from asyncpipe.runtime.schedule.schedule import Action
+from asyncpipe.runtime.schedule.schedule import Action, Numbering
 from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
 from asyncpipe.tests.support.processes.gloo_ranks import run_processes
 from asyncpipe.tests.support.processes.quick_python import run
@@ -280,9 +280,9 @@ def test_steps_that_there_are_not_are_refused(trace: str) -> None:
 
 def test_spans_survive_the_way_to_rank_0() -> None:
     spans = [
-        Span(Activity("F", Action(0, "F", 3, version=1), 3), 1.0, 2.0, 8, 3),
-        Span(Activity("receive", HIDDEN, 3), 2.0, 2.5, 8, 3),
-        Span(Activity("meet", "the norm"), 2.5, 3.0, 8, 3),
+        Span(Activity("F", Action(0, "F", 3, version=1), 3), 1.0, 2.0, Numbering(8), 3),
+        Span(Activity("receive", HIDDEN, 3), 2.0, 2.5, Numbering(8), 3),
+        Span(Activity("meet", "the norm"), 2.5, 3.0, Numbering(8), 3),
     ]
     plain = json.loads(json.dumps(to_plain(spans)))
     assert list(from_plain(plain)) == spans

@@ -210,7 +210,7 @@ def one_weight(staleness: str, delay: int = 2) -> tuple:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
     (method,) = make_staleness(staleness)
     method.steps = Planned(optimizer, lambda version: 1.0, weights)
-    method.begin(StageContext(0, Delays((delay, 0, 0), step_every=1)))
+    method.begin(StageContext(0, Delays((delay, 0, 0), step_every=1), micro_batches=1))
     return module.weight, weights, optimizer, method
 
 
