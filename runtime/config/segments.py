@@ -19,7 +19,7 @@ from ..plan.plan import Plan
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..schedule.builders import AUTO, VIRTUAL, fit_auto, make_schedule, one_f_one_b
 from ..schedule.dependencies import lower
-from ..schedule.interleaved import fold, replicated
+from ..schedule.interleaved import fold, replicated, side_by_side
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import ActionCosts
 from ..schedule.tasks import NO_LIMIT, ActivationLimit
@@ -49,7 +49,10 @@ def make_segment(plan: Plan, config: RunConfig, *, steps: int) -> Schedule:
     """The lowered schedule of `steps` optimizer steps (1 when synchronous); a single step is
     validated. Of a computed schedule it is the first, from the plan's costs. Raises ScheduleError.
     """
-    return lowered(plan, _schedule(plan, config, steps), check=steps == 1)
+    schedule = _schedule(plan, config, steps)
+    if steps == 1 and config.is_async and config.pipelines > 1:
+        lowered(plan, side_by_side(schedule, config.pipelines), check=True)
+    return lowered(plan, schedule, check=steps == 1)
 
 
 def make_flushed_step(plan: Plan, config: RunConfig, micro_batches: int) -> Schedule:

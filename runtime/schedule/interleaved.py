@@ -1,12 +1,13 @@
 """Synchronous schedules with several stages per rank, split backwards or replicated stages.
 
-`fold` puts a schedule with a rank for every stage on fewer ranks.
+`fold` puts a schedule with a rank for every stage on fewer ranks, and `side_by_side` makes several
+pipelines of one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import accumulate, count, pairwise, repeat
@@ -223,6 +224,43 @@ def replicated(name: str, micro_batches: int, replicas: Sequence[Sequence[int]])
             ]
     in_order = [rows[rank] for rank in sorted(rows)]
     return one_step(name, in_order, [ranks[0] for ranks in replicas], replicas)
+
+
+def side_by_side(schedule: Schedule, replicas: int) -> Schedule:
+    """So many replicas of a pipeline as one schedule, in which a step of a stage waits for the
+    window of all of them.
+
+    A run does not execute this schedule: each pipeline executes its own. It serves to check and to
+    simulate the waits between replicas. None of them can deadlock: if every action of the one
+    schedule, in an order in which it can run, is done in each replica in turn, the backwards of a
+    window are over in all replicas before the first of them steps.
+
+    >>> from asyncpipe.runtime.schedule.builders import async_1f1b
+    >>> print(side_by_side(async_1f1b(1, 2, step_every=1), 2))
+    rank 0: 0F0@v0 0B0@v0 0S1 0F2@v1 0B2@v1 0S2
+    rank 1: 0F1@v0 0B1@v0 0S1 0F3@v1 0B3@v1 0S2
+    """
+    own = len(schedule.ranks)
+
+    def row(actions: Iterable[Action], replica: int) -> Iterator[Action]:
+        for action in actions:
+            index = action.index * replicas + replica
+            yield action if action.kind == "S" else action._replace(index=index)
+
+    return replace(
+        schedule,
+        micro_batches=schedule.micro_batches * replicas,
+        step_every=schedule.step_every * replicas,
+        ranks=tuple(
+            tuple(row(actions, replica))
+            for replica in range(replicas)
+            for actions in schedule.compute.ranks
+        ),
+        replicas=tuple(
+            tuple(rank + replica * own for replica in range(replicas))
+            for rank in schedule.rank_of_stage
+        ),
+    )
 
 
 def in_flight(name: str, micro_batches: int, shape: Sequence[int]) -> tuple[int, ...]:

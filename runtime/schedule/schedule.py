@@ -115,7 +115,8 @@ class Schedule:
     """For each stage, the most micro-batches that one rank holds between their forward and
     backward."""
     replicas: tuple[tuple[int, ...], ...] = ()
-    """If some stage has replicas: the ranks of every stage, each of which has that stage alone."""
+    """If some stage has replicas: the ranks of every stage, each of which has that stage alone
+    unless these are whole pipelines `side_by_side`."""
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """The ranks of a stage: its replicas."""
@@ -277,13 +278,13 @@ def shared_delay(schedule: Schedule, stages: Iterable[int]) -> int:
     """The number of steps by which the gradient of a parameter shared by `stages` is late.
 
     The holder that runs furthest ahead has done W = in_flight - 1 more forwards than backwards, so
-    only the gradients of `ceil(W / step_every)` steps ago are complete on all stages without a
-    stall. 0 for a synchronous schedule.
+    only the gradients of `ceil(W / k)` steps ago are complete on all stages without a stall, where
+    k are the micro-batches of a step on one rank. 0 for a synchronous schedule.
     """
     if schedule.synchronous:
         return 0
     ahead = max(schedule.in_flight[stage] for stage in stages) - 1
-    return -(-ahead // schedule.step_every)
+    return -(-ahead // (schedule.step_every // len(schedule.ranks_of(0))))
 
 
 def alternating(

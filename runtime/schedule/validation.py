@@ -96,20 +96,21 @@ def _check_actions(schedule: Schedule) -> None:
 
 
 def _check_replicas(schedule: Schedule) -> None:
-    """Checks that replicas have one stage, and step at the end."""
+    """Checks that replicas of single stages have one stage, and step at the end."""
     if not schedule.replicas:
         return
     ranks = sorted(rank for of_stage in schedule.replicas for rank in of_stage)
+    if are_whole := len(set(map(len, schedule.replicas))) == 1:
+        ranks = sorted(set(ranks))
     if ranks != list(range(len(schedule.ranks))):
         raise ScheduleError(
             f"{schedule.name}: replicas are on ranks {ranks}, but each of {len(schedule.ranks)} "
             "ranks has one stage.",
             _CURE,
         )
-    if not schedule.synchronous:
+    if not schedule.synchronous and not are_whole:
         raise ScheduleError(
-            f"{schedule.name} has no flush, and replicas of a stage wait for each other at every "
-            "step.",
+            f"{schedule.name} has no flush, at which alone replicas of single stages can step.",
             "Use a synchronous schedule: --schedule 1f1b.",
         )
 
