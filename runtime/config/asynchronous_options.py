@@ -73,7 +73,9 @@ def with_methods(config: RunConfig, plan: Plan) -> RunConfig:
     delay = -(-ahead // config.micro_batches)
     if config.staleness_cap is not None:
         delay = min(delay, config.staleness_cap)
-    methods = recommended(config.optimizer, delay, momentum=config.momentum)
+    methods = recommended(
+        config.optimizer, delay, momentum=config.momentum, replicas=config.pipelines
+    )
     return replace(config, staleness=methods)
 
 
@@ -92,6 +94,7 @@ def check_methods(config: RunConfig, plan: Plan) -> None:
         recomputes=not lacking,
         without_recompute=lacking,
         step_every=config.micro_batches,
+        replicas=config.pipelines,
         ahead=ahead,
         ema=config.ema is not None,
     )

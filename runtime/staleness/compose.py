@@ -7,6 +7,7 @@ part of training on stale weights, and every requirement must be met.
 
     optimizer       no delay    one step                  up to 7 steps    more
     muon            stash       stash+partial-gradient    stash+msnag      stash
+    with replicas   stash       stash+msnag               stash+msnag      stash
     all others      stash       stash                     stash            stash
 
 The delay is that of the first stage, ceil(W/k): one step where a step has as many micro-batches as
@@ -118,7 +119,9 @@ class Conditions:
     without_recompute: tuple[int, ...] = ()
     """The stages with late gradients and without recomputation."""
     step_every: int = 1
-    """The number of micro-batches in a step."""
+    """The number of micro-batches in a step of one pipeline."""
+    replicas: int = 1
+    """The number of pipelines that share the micro-batches of a step."""
     ahead: int = 0
     """The largest number of forwards that a stage runs ahead."""
     ema: bool = False
@@ -259,7 +262,17 @@ def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] 
     """An unmet requirement in words and its cure, or None."""
     if need in _OF_OPTIMIZERS:
         is_met, text, cure = _OF_OPTIMIZERS[need]
-        return None if is_met(run) else (f"{text}, but the optimizer is {_in_words(run)}", cure)
+        if not is_met(run):
+            return f"{text}, but the optimizer is {_in_words(run)}", cure
+    # Without momentum the sizes of steps are those of the gradients of micro-batches.
+    by_gradients = need == "known step sizes" and _is_without_momentum(run)
+    if run.replicas > 1 and (need == "all gradients" or by_gradients):
+        of = f" where {run.optimizer} has no momentum" if by_gradients else ""
+        return (
+            f"uses the gradient of every micro-batch of a step{of}, and each of the "
+            f"{run.replicas} replicas has only its own",
+            f"{'--momentum 0.9' if by_gradients else '--staleness stash'}, or --replicas 1",
+        )
     if need == "forward weights" and not any(METHODS[name].keeps_forward for name in names):
         with_stash = "+".join(["stash", *(name for name in names if not _reads_otherwise(name))])
         return (
@@ -311,14 +324,15 @@ FARTHEST = 7
 """The longest delay at which prediction by momentum helped; at 15 steps it harmed."""
 
 
-def recommended(optimizer: str, delay: int, *, momentum: float = 0.95) -> str:
-    """The recommended methods, joined by +. Without `momentum` no method predicts.
+def recommended(optimizer: str, delay: int, *, momentum: float = 0.95, replicas: int = 1) -> str:
+    """The recommended methods, joined by +. Without `momentum` no method predicts, and replicas
+    predict without the gradients of a step, of which each has some.
 
     >>> recommended("muon", delay=7), recommended("muon", delay=1), recommended("muon", delay=15)
     ('stash+msnag', 'stash+partial-gradient', 'stash')
     """
     if not facts_of(optimizer).recommended_to_predict or not delay or not momentum:
         return "stash"
-    if delay == 1:
+    if delay == 1 and replicas == 1:
         return "stash+partial-gradient"
     return "stash+msnag" if delay <= FARTHEST else "stash"

@@ -165,6 +165,8 @@ class DelayCompensated(Staleness):
 class AdaptivelyCompensated(DelayCompensated):
     """`dc-asgd-adaptive`: as `dc-asgd`, with a smaller lambda where gradients are large."""
 
+    needs = frozenset({"forward weights", "all gradients"})
+
     def __init__(self) -> None:
         self._squares: dict[str, Tensor] = {}
 

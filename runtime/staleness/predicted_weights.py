@@ -265,7 +265,7 @@ class AggregatedMsnag(Msnag):
     their step uses the gradients of an earlier window.
     """
 
-    needs = frozenset({"formula"})
+    needs = frozenset({"formula", "all gradients"})
 
     def view_name(self, weights: WeightVersions) -> str:
         return f"{super().view_name(weights)} of {weights.gathered}"

@@ -36,6 +36,7 @@ Need = Literal[
     "recomputation",
     "sgd's momentum",
     "known step sizes",
+    "all gradients",
     "whole windows",
     "velocity",
     "direction",
@@ -51,6 +52,7 @@ Need = Literal[
 - recomputation: the backward repeats the forward
 - sgd's momentum: SGD with momentum
 - known step sizes: an optimizer whose state gives the sizes of its steps
+- all gradients: those of every micro-batch of a step are on one rank; replicas have some each
 - whole windows: accumulation windows of more micro-batches than any stage runs ahead
 - velocity: an optimizer whose momentum has the units of weights
 - direction: an optimizer whose last step has a direction

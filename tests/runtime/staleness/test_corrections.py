@@ -330,6 +330,18 @@ FITTING = {"optimizer": "sgd", "momentum": 0.9, "recomputes": True, "step_every"
         ),
         ("stash+spike-compensation", {"optimizer": "adamw"}, "the optimizer is adamw"),
         ("stash+spike-compensation", {"momentum": 0.0}, "the optimizer is sgd without momentum"),
+        (
+            "stash+dc-asgd-adaptive",
+            {"replicas": 2},
+            "every micro-batch of a step, and each of the 2 replicas has only its own",
+        ),
+        ("stash+partial-gradient", {"replicas": 3}, "each of the 3 replicas has only its own"),
+        ("aggmsnag", {"replicas": 2}, "aggmsnag uses the gradient of every micro-batch"),
+        (
+            "stash+gap-aware",
+            {"replicas": 2, "momentum": 0.0},
+            "of a step where sgd has no momentum, and each of the 2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(names: str, changed: dict, words: str) -> None:
@@ -373,3 +385,5 @@ def test_a_cure_for_weights_that_are_not_kept_fits(names: str) -> None:
 @pytest.mark.parametrize("names", [*METHODS, "gap-aware-loss", "2bw+error-feedback+delay-rate"])
 def test_what_fits_is_accepted(names: str) -> None:
     check_fits(names, Conditions(**FITTING))
+    if "adaptive" not in names:
+        check_fits(names, Conditions(**FITTING, replicas=2))
