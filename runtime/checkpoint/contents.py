@@ -6,7 +6,8 @@ Names are those of the original model's parameters, so that ranks with other sta
     optimizer.<weight>.<key>                  optimizer state: momentum, moments, steps
     staleness.<method>.<part>.<weight>        state that a staleness method keeps over a drain
     live.<weight>                             the weights in use, where these differ from `weights`
-    shared.<weight>.<step>                    gradients of a tied weight that are applied later
+    shared.<weight>.<step>                    gradients of a tied weight that are applied later,
+                                              summed over replicas
     buffer.<copy>.<name>                      buffers that are in no state_dict; of a replica all
     random.<rank>.<generator>                 random number generators
 
@@ -134,7 +135,7 @@ def weights_of(rank: Rank, unused: Tensors) -> dict[int, dict[str, Tensor]]:
 
 @torch.no_grad()
 def state_of(rank: Rank) -> dict[str, Tensor]:
-    """Copies of all other state of this rank."""
+    """Copies of all other state of this rank. Collective among replicas."""
     tensors: dict[str, Tensor] = {}
     for name, state in random_states(rank.device).items():
         tensors[f"random.{rank.world.rank}.{name}"] = state
@@ -144,10 +145,12 @@ def state_of(rank: Rank) -> dict[str, Tensor]:
         for name, buffer in module.named_buffers():
             if name not in in_weights:
                 tensors[f"buffer.{copy}.{name}"] = buffer
+    pending = {
+        f"shared.{name}.{step}": rank.world.sum_of_copies(summed)
+        for (name, step), summed in rank.executor.shared.state().items()
+    }
     if rank.world.copy == 0:
-        tensors |= dict(_kept_of_weights(rank))
-        for (name, step), summed in rank.executor.shared.state().items():
-            tensors[f"shared.{name}.{step}"] = summed
+        tensors |= dict(_kept_of_weights(rank)) | pending
     return {name: _copied(tensor) for name, tensor in tensors.items()}
 
 
@@ -217,9 +220,11 @@ def put(rank: Rank, state: Tensors, step: int, *, each_has_own: bool) -> None:
 
 
 def _put_pending(rank: Rank, state: Tensors) -> None:
-    """Restores gradients of tied weights that were still to be applied. If the weight is no longer
-    exchanged, the first step adds its own gradients to them, on the first of all its holders and
-    replicas."""
+    """Restores gradients of tied weights that were still to be applied, on the first replica. If
+    the weight is no longer exchanged, the first step adds its own gradients to them, on the first
+    of all its holders."""
+    if rank.world.copy > 0:
+        return
     sums = {
         (name, int(text)): tensor
         for key, tensor in state.items()
@@ -227,7 +232,7 @@ def _put_pending(rank: Rank, state: Tensors) -> None:
         for name, _, text in [key.removeprefix("shared.").rpartition(".")]
     }
     rank.executor.shared.load(sums)
-    for stage, module in rank.modules.items() if rank.world.copy == 0 else ():
+    for stage, module in rank.modules.items():
         for name, parameter in module.named_parameters():
             names = shared_names(rank.plan).get(name, (name,))
             if names[0] in rank.executor.shared.specs or not rank.is_first(stage, name):

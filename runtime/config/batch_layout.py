@@ -209,19 +209,12 @@ def with_replicas(settings: Settings, plan: Plan) -> Settings:
     """The settings with a number of replicas, by default the plan's, none where it has those of
     single stages; `ddp` becomes so many of `single`, which share the micro-batches out evenly.
 
-    Raises SettingsError where they cannot, and for replicas of an asynchronous schedule.
+    Raises SettingsError where they cannot.
     """
     if ranks_of_stage := stage_replicas(plan, settings):
         _check_stage_replicas(settings, ranks_of_stage)
         return settings
-    has_none = settings.is_async or settings.schedule == "single"
-    replicas = settings.replicas or (1 if has_none else planned_replicas(plan))
-    if settings.is_async and replicas > 1:
-        raise SettingsError(
-            f"--replicas {replicas}, but under {settings.schedule} stages step without waiting for "
-            "others, and replicas wait for each other at every step.",
-            "Choose --schedule 1f1b or auto, or leave --replicas out.",
-        )
+    replicas = settings.replicas or (1 if settings.schedule == "single" else planned_replicas(plan))
     if settings.check_replicas and settings.schedule != DDP and replicas == 1:
         raise SettingsError(
             f"--check-replicas {settings.check_replicas}, but there is 1 replica.",

@@ -54,11 +54,13 @@ class Equality:
             names = [f"{tied.name}, a parameter of several stages"]
             _check(tied.ranks, digests, names, "at the start")
 
-    def check(self, step: int) -> None:
-        """Compares the parameters if a comparison is due after this step."""
+    def check(self, step: int, stage: int | None = None) -> None:
+        """Compares the parameters, of one stage if it steps alone, if a comparison is due after
+        this step."""
         every = self._config.check_replicas
         if every and step % every == 0:
-            self._compare(_named(self._modules, with_buffers=False), f"after step {step}")
+            modules = self._modules if stage is None else {stage: self._modules[stage]}
+            self._compare(_named(modules, with_buffers=False), f"after step {step}")
 
     def _compare(self, tensors: Iterable[tuple[str, Tensor]], when: str) -> None:
         if self._world.data_parallel_group is None:

@@ -132,6 +132,15 @@ class World:
             return [content]
         return gather_alike(content, len(self.grid.copies_of(self.rank)), self.data_parallel_group)
 
+    def sum_of_copies(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks with the same stages. To the last bit that of a gradient bucket,
+        which is longer by a flag: the length decides in which order a ring adds."""
+        if self.data_parallel_group is None:
+            return part
+        content = torch.cat([part.reshape(-1), part.new_ones(1)])
+        dist.all_reduce(content, group=self.data_parallel_group)
+        return content[:-1].view_as(part)
+
     def meet(self) -> None:
         """Returns when every rank has called it."""
         self.sums([0.0])

@@ -1,8 +1,7 @@
 """One rank's stages + a schedule -> a training run: the executor.
 
-One loop runs a rank's actions in order, whatever the schedule. An asynchronous schedule differs
-only in the places of its steps; the staleness methods, whose hooks are called around every action,
-compensate for them.
+One loop runs a rank's actions in order, whatever the schedule. An asynchronous schedule differs in
+the places of its steps alone, for which staleness methods compensate around every action.
 """
 
 from __future__ import annotations
@@ -398,6 +397,7 @@ class Executor:
         yield from self.shared.collect(action.stage, version, partial(shared_delay, run.schedule))
         with run.recorder.timing(action):
             self.stages[action.stage].finish_window(window)
+            run.recorder.observer.on_sums(action.stage, version)
             with self.binders[action.stage].stepping():
                 run.recorder.observer.on_step(action.stage, version)
             self.precision.forget_casts()

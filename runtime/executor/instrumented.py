@@ -263,7 +263,11 @@ class Observer:
     def on_gradients(self, stage: int, version: int) -> None:
         """The stage has ended its last backward before the step to `version`: its `.grad` are
         complete, except those of parameters that other stages hold too, which are None until
-        `on_step`."""
+        `on_sums`."""
+
+    def on_sums(self, stage: int, version: int) -> None:
+        """All of the stage's `.grad` for the step to `version` are complete on this rank: wait for
+        the sums over its replicas, before methods change the gradients."""
 
     def on_ledger_entry(self, entry: LedgerEntry) -> None:
         """The backward of a micro-batch has ended, at the versions of the entry."""

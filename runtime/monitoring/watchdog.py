@@ -129,7 +129,10 @@ def describe_stall(sightings: Mapping[int, Sighting], seconds: float, step: int)
     parts = []
     of_peer: dict[int | None, list[int]] = defaultdict(list)
     for rank, seen in waiting.items():
-        of_peer[seen.state.peer].append(rank)
+        if seen.state.kind == "exchange":  # which names the replicas that it waits for
+            parts.append(f"rank {rank} {seen.state.text}")
+        else:
+            of_peer[seen.state.peer].append(rank)
     for peer in sorted(of_peer, key=lambda peer: (peer not in active, peer is None, peer)):
         first, *others = of_peer[peer]
         parts.append(f"rank {first} {waiting[first].state.text}")

@@ -268,10 +268,12 @@ def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] 
     by_gradients = need == "known step sizes" and _is_without_momentum(run)
     if run.replicas > 1 and (need == "all gradients" or by_gradients):
         of = f" where {run.optimizer} has no momentum" if by_gradients else ""
+        others = [name for name in names if need not in METHODS[name].needs]
+        cure = "--momentum 0.9" if by_gradients else f"--staleness {'+'.join(others) or 'stash'}"
         return (
             f"uses the gradient of every micro-batch of a step{of}, and each of the "
             f"{run.replicas} replicas has only its own",
-            f"{'--momentum 0.9' if by_gradients else '--staleness stash'}, or --replicas 1",
+            f"{cure}, or --replicas 1",
         )
     if need == "forward weights" and not any(METHODS[name].keeps_forward for name in names):
         with_stash = "+".join(["stash", *(name for name in names if not _reads_otherwise(name))])

@@ -228,7 +228,7 @@ class StageNorms:
         shares: Mapping[int, NormShare],
         activities: Activities,
     ) -> None:
-        check_clipping_ranks(config, stages, world.ranks)
+        check_clipping_ranks(config, stages, world.grid.ranks)
         self._by, self._limit = config.clip_by, config.clip
         self._world, self._stages, self._shares = world, stages, shares
         self._activities = activities
@@ -238,7 +238,7 @@ class StageNorms:
         self._weights = 0.0
         if self._by == "proportion":
             counted = float(sum(_numbers(share.counted) for share in shares.values()))
-            (self._weights,) = world.sums([counted])
+            (self._weights,) = world.sums([counted if world.copy == 0 else 0.0])
 
     def state(self) -> dict[str, list[float]]:
         """The squares of all stages, by version, by which later steps will be clipped, and those of
@@ -275,7 +275,12 @@ class StageNorms:
             }
         own = squared_norm(gradients_of(share.counted))
         message: StepMessage | Agreed = StepMessage(
-            {stage: own}, self._stages, self._world.control, loss=0.0
+            {stage: own},
+            self._stages,
+            self._world.control,
+            loss=0.0,
+            replica=self._world.copy,
+            replicas=self._world.grid.most_copies,
         )
         if self._by == "known":
             self._messages[version] = message

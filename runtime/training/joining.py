@@ -165,7 +165,7 @@ def _for_existing_ranks(settings: Settings, info: RankInfo | None) -> Settings:
             "Start the script with torchrun --nproc-per-node N, or with asyncpipe.launch.",
         )
     if settings.is_async:
-        return replace(settings, ranks=1)
+        return replace(settings, ranks=1, replicas=1)
     return replace(settings, schedule="single", ranks=None)
 
 

@@ -107,7 +107,7 @@ class _Run:
             self._setup = setup = replace(setup, reporter=reporter)
         self._reporter = setup.reporter
         self._patience = Patience()
-        self._trainer = StageTrainer(setup, self._step_done)
+        self._trainer = StageTrainer(setup, self._step_done, self._stage_stepped)
         stages = self._trainer.stages
         self._modules, self._executor, self._stepper = (
             stages.modules,
@@ -292,9 +292,19 @@ class _Run:
         )
         last = self._stopping.last
         last_step = steps.stop if last is None else min(last, steps.stop)
-        with self._activities.during(Activity("other", "compares the replicas' weights")):
-            self._equality.check(last_step)
+        if segment.synchronous:
+            self._compare_replicas(last_step)
         return last_step
+
+    def _stage_stepped(self, stage: int) -> None:
+        """Called after a stage's step. Stages that step together are compared after the segment,
+        as they may step after the last of them has called this."""
+        if not self._stepper.is_synchronous:
+            self._compare_replicas(self._executor.versions[stage], stage)
+
+    def _compare_replicas(self, step: int, stage: int | None = None) -> None:
+        with self._activities.during(Activity("other", "compares the replicas' weights")):
+            self._equality.check(step, stage)
 
     def _resume(self) -> Checkpoints:
         """Restores the checkpoint if there is one; returns the writer of later checkpoints."""

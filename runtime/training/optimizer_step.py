@@ -28,7 +28,7 @@ from ..optimizers.param_groups import hidden_matrices
 from ..optimizers.soap import refresh_periods
 from ..plan.plan import Plan
 from ..schedule.asynchronous import Delays
-from ..schedule.schedule import Action
+from ..schedule.schedule import Action, Numbering
 from ..staleness.weight_versions import LedgerEntry
 from .clipping import (
     Finite,
@@ -55,11 +55,12 @@ class OptimizerStepper(ActionObserver):
     last backward; once a rank has the shares of all its stages it sends them to the other ranks,
     and it waits for the result when all its stages are ready to step. Without clipping and loss
     scale no rank waits. In an asynchronous schedule each stage steps alone, by a norm of
-    `StageNorms`. With replicas, gradients are sent as soon as they are final; a stage waits for
-    their sums before its step, and then computes its share of the norm.
+    `StageNorms`. With replicas, gradients are sent as soon as they are final; under every schedule
+    a stage waits for their sums before its step, and then computes its share of the norm.
 
     outputs: the model's outputs by micro-batch, where a caller wants them kept.
     lr_factor: the factor on the scheduled learning rate.
+    is_synchronous: True if the stages step together in this segment.
 
     Arguments:
     report: called with the metrics of a step once all stages of the rank have made it.
@@ -116,12 +117,11 @@ class OptimizerStepper(ActionObserver):
         self._scale = None if config.loss_scale is None else LossScale(config.loss_scale)
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._set_batch(StepBatch.of(config), 0)
-        self._first_step, self._numbers = 1, self._batch.numbering(0)
         self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         self._passages: dict[int, list[LedgerEntry]] = defaultdict(list)
         self._gaps: dict[int, list[Gap]] = defaultdict(list)
         self._delays = Delays((0,) * self._stages, 1)
-        self._is_synchronous = not config.is_async
+        self.is_synchronous = not config.is_async
         # By step, as one asynchronous stage may be some steps ahead of another.
         self._squares_of: dict[int, dict[int, Tensor]] = defaultdict(dict)
         self._stepped: Counter[int] = Counter()
@@ -186,12 +186,14 @@ class OptimizerStepper(ActionObserver):
             self._set_batch(batch, step - 1)
         self._first_step, self._numbers = step, self._batch.numbering(first_micro_batch)
         self._delays = delays or Delays((0,) * self._stages, 1)
-        self._is_synchronous = flushed or not self._config.is_async
+        self.is_synchronous = flushed or not self._config.is_async
         self.activities.step, self.activities.numbers = step, self._numbers
         self._between = self.activities.take()
         self.activities.take_sent()
 
     lr_factor = 1.0
+    _first_step, _numbers = 1, Numbering()
+    """The first step of the segment, and the numbers of its micro-batches."""
     _between: Spent = {}
     """The time between the last step and the segment."""
 
@@ -236,7 +238,7 @@ class OptimizerStepper(ActionObserver):
         if self._sums is not None:
             with self.activities.during(Activity("exchange", "sends gradients to its replicas")):
                 self._sums.begin(stage)
-        elif self._is_synchronous:
+        elif self.is_synchronous:
             self._take_own(stage, version)
 
     def _take_own(self, stage: int, version: int) -> None:
@@ -246,8 +248,14 @@ class OptimizerStepper(ActionObserver):
             if not self._share[stage].shared:
                 self._completed(stage, version)
 
+    def on_sums(self, stage: int, version: int) -> None:
+        if self._sums is not None:
+            waits = f"waits for the gradients of stage {stage} from {self._sums.peers}"
+            with self.activities.during(Activity("exchange", waits)):
+                self._sums.finish(stage)
+
     def on_step(self, stage: int, version: int) -> None:
-        if self._is_synchronous:
+        if self.is_synchronous:
             self._step_together(stage, version)
         else:
             self._step_alone(stage, version)
@@ -302,8 +310,6 @@ class OptimizerStepper(ActionObserver):
 
     def _step_together(self, stage: int, version: int) -> None:
         if self._sums is not None:
-            with self.activities.during(Activity("exchange", "waits for gradients of replicas")):
-                self._sums.finish(stage)
             self._take_own(stage, version)
         if shared := self._share[stage].shared:
             self._take(stage, version, shared, self._share[stage].owned)

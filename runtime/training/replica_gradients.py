@@ -74,13 +74,13 @@ class GradientSums:
     For each window of a stage, `expect` may be called before its last backward, then `begin` after
     it, and `finish` before the gradients are read.
 
+    peers: the other ranks, for errors.
     summed: the elements of the gradients that were summed since the last `take_counts`.
     sent: the bytes that were given to sums since then, by purpose.
 
     Arguments:
     shares: the parameters of each stage.
     group: the ranks with the same stages; None without others.
-    peers: their names, for errors.
     tied_parameters: the tied parameters that are summed over all of their ranks, if any.
     """
 
@@ -93,7 +93,7 @@ class GradientSums:
         tied_parameters: Sequence[TiedParameter] = (),
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._group, self._peers = group, peers
+        self._group, self.peers = group, peers
         self.summed, self.sent = 0, Counter[str]()
         self._windows = {
             stage: _Window(make_buckets(share.own, bucket_bytes) if group else [])
@@ -194,7 +194,7 @@ class GradientSums:
             yield
         except RuntimeError as error:
             raise TransportError(
-                f"the gradients cannot be summed over {self._peers}: {str(error).splitlines()[0]}",
+                f"the gradients cannot be summed with {self.peers}: {str(error).splitlines()[0]}",
                 "See the output of the other ranks for the cause; --timeout-s allows more time.",
             ) from error
 
@@ -208,12 +208,13 @@ def gradient_sums(
     """The sums of gradients over replicas; None without any."""
     if gradient_group is None and not tied_parameters:
         return None
-    peers = {
+    all_ranks = {
         *world.grid.copies_of(world.rank),
         *(rank for tied in tied_parameters for rank in tied.ranks),
     }
-    ranks = ", ".join(map(str, sorted(peers)))
-    return GradientSums(shares, gradient_group, f"ranks {ranks}", tied_parameters=tied_parameters)
+    others = sorted(all_ranks - {world.rank})
+    peers = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+    return GradientSums(shares, gradient_group, peers, tied_parameters=tied_parameters)
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:

@@ -284,13 +284,11 @@ def describe_data(data: Data, plan: Plan, schedule: Schedule, config: RunConfig)
 
 def describe_algorithm(schedule: Schedule, config: RunConfig) -> str:
     """The effect of the schedule on the weights, in one sentence."""
+    averaged = f"averaged over {in_words(config.pipelines)}" if config.pipelines > 1 else ""
     if schedule.synchronous:
-        text = f"{schedule.name} (synchronous; same gradients as single-device training"
-        if (replicas := config.pipelines) > 1:
-            text += f", averaged over {in_words(replicas)}"
-        if schedule.replicas:
-            text += f", summed over {describe_stages(schedule.replicas)}"
-        return f"{text})"
+        summed = f"summed over {describe_stages(schedule.replicas)}" if schedule.replicas else ""
+        parts = ["same gradients as single-device training", averaged, summed]
+        return f"{schedule.name} (synchronous; {', '.join(filter(None, parts))})"
     delays = delays_of(schedule, config)
     worst = max(range(schedule.stages), key=delays.most)
     late = f"{delays.most(worst)} step{'' if delays.most(worst) == 1 else 's'}"
@@ -312,7 +310,8 @@ def describe_algorithm(schedule: Schedule, config: RunConfig) -> str:
         way = f"no stashing: the backward uses weights up to {late} newer than its forward"
     if others := [name for name in names if name not in ("2bw", "stash", "pipemare", "none")]:
         way += f", with {' and '.join(others)}"
-    return f"{schedule.name} (asynchronous; {way}); {_when_drained(config)}"
+    gradients = f", gradients {averaged}" if averaged else ""
+    return f"{schedule.name} (asynchronous{gradients}; {way}); {_when_drained(config)}"
 
 
 def _when_drained(config: RunConfig) -> str:

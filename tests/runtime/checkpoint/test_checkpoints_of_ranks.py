@@ -59,6 +59,34 @@ def test_gradients_of_tied_weights_on_two_ranks_are_kept(folders: Path, tmp_path
     assert_goes_on_as(whole, folders / "text", 4, **options)
 
 
+def test_gradients_of_tied_weights_in_three_replicas_are_kept(
+    folders: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"schedule": "async-1f1b", "micro_batches": 2, "replicas": 3}
+    options |= {"data": str(folders / "text.txt"), "optimizer": "sgd", "lr": 0.01}
+    options |= {"ahead": "3,0", "check_replicas": 1}
+    whole = train(folders / "text", tmp_path / "whole", **options)
+    assert {"shared.wte.weight.5", "shared.wte.weight.6"} <= whole.state.keys()
+    assert_goes_on_as(whole, folders / "text", 4, **options)
+
+
+def test_an_asynchronous_run_of_replicas_goes_on_in_one_pipeline_and_back(
+    folders: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"schedule": "2bw", "data": str(folders / "text.txt"), "lr": 0.01}
+    two = {"replicas": 2, "micro_batches": 2}
+    one = train(folders / "text", tmp_path / "one", **options)
+    for start, there in (
+        (one, two),
+        (train(folders / "text", tmp_path / "two", **options | two), {}),
+    ):
+        ended = as_ended_at(start, 4, start.output.with_name(f"{start.output.name} ended"))
+        moved = train(folders / "text", ended, resume="auto", **options | there)
+        assert moved.of("loss") == pytest.approx(one.of("loss"), rel=1e-6)
+        for name, tensor in one.weights.items():
+            torch.testing.assert_close(moved.weights[name], tensor, rtol=1e-5, atol=1e-6)
+
+
 def test_replicas_go_on_each_with_its_own_statistics(folders: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"schedule": "ddp", "replicas": 2, "check_replicas": 1}
     whole = train(folders / "noisy2", tmp_path / "whole", **options)

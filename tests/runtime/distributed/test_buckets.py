@@ -227,6 +227,10 @@ def compare(rank: int, what: str) -> str:
         with torch.no_grad():
             module[1].weight[0, 0] += 1e-15
     equality.check(4)
+    if what == "stage":
+        with torch.no_grad():
+            module[0].weight[0, 0] += 1e-15 * rank
+        equality.check(5, stage=3)
     equality.check(5)
     return "equal"
 
@@ -235,6 +239,8 @@ def test_replicas_that_differ_are_named_with_the_parameter() -> None:
     assert run_processes(2, compare, "nothing") == ["equal", "equal"]
     for error in run_processes(2, compare, "weight"):
         assert "ranks 0 and 1 are replicas, but differ in 1.weight of stage 3 after step 5" in error
+    for error in run_processes(2, compare, "stage"):
+        assert "differ in 0.weight of stage 3 after step 5" in error
     for error in run_processes(2, compare, "start"):
         assert "differ in 2.running_mean of stage 3 at the start" in error
 

@@ -240,16 +240,17 @@ def trained(rank: int, folder: str, options: dict[str, Any], steps: int) -> dict
     [
         {"schedule": "1f1b", "clip": 0.3},
         {"schedule": "async-1f1b", "staleness": "stash", "momentum": 0.9, "optimizer": "sgd"},
+        {"schedule": "async-1f1b", "replicas": 2, "micro_batch_size": 2, "clip": 0.3},
     ],
-    ids=["1f1b", "async"],
+    ids=["1f1b", "async", "replicas"],
 )
 def test_a_stream_has_the_numbers_of_the_command_to_the_last_bit(
     folder: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    options = {"optimizer": "adamw", "lr": 0.02, "decay": "linear", "micro_batches": 2} | options
-    options |= {"micro_batch_size": 4, "seed": 4}
+    usual = {"optimizer": "adamw", "lr": 0.02, "decay": "linear", "micro_batches": 2}
+    options = usual | {"micro_batch_size": 4, "seed": 4} | options
     (tmp_path / "data.py").write_text(DATA)
-    ranks = run_processes(2, trained, str(folder), options, 6)
+    ranks = run_processes(2 * options.get("replicas", 1), trained, str(folder), options, 6)
     run = asyncpipe.train(
         folder,
         data=f"{tmp_path / 'data.py'}:samples",
@@ -260,7 +261,7 @@ def test_a_stream_has_the_numbers_of_the_command_to_the_last_bit(
         quiet=True,
         **options,
     )
-    assert [*run.losses.values()] == ranks[0]["losses"] == ranks[1]["losses"]
+    assert all([*run.losses.values()] == own["losses"] for own in ranks)
     written = asyncpipe.load(folder, weights=run.weights).state_dict()
     found = ranks[0]["weights"] | ranks[1]["weights"]
     assert found.keys() == written.keys()

@@ -4,6 +4,7 @@
 asynchronous 1F1B as a recurrence over weight snapshots: micro-batch t goes forward at stage j
 with version floor(max(0, t - W_j) / k), W_j = p - 1 - j unless `ahead` says otherwise, and backward
 when the stage has version floor(t / k); the micro-batches between two multiples of k make one step.
+With R replicas, R micro-batches take the place of each, and a step is that of R k micro-batches.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ class StageHistory:
     """The micro-batches after which the pipeline drains; 0 for never."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Values that a method remembers for this stage."""
+    replicas: int = 1
+    """The pipelines that share the micro-batches of a step."""
+
+    @property
+    def of_step(self) -> int:
+        """The micro-batches of a step in all replicas."""
+        return self.step_every * self.replicas
 
 
 class Reference:
@@ -175,14 +183,16 @@ def async_run(
     seed: int = 0,
     ahead: Sequence[int] | None = None,
     flush_every: int = 0,
+    replicas: int = 1,
     fault: str = "",
 ) -> Oracle:
     """Asynchronous 1F1B of `steps` steps of `step_every` micro-batches, drained at the end, and
     every `flush_every` steps.
 
-    `ahead` are the forwards that each stage runs ahead. With `recompute` every stage but the last
-    runs its forward again for the backward. `fault` plants an error, for the tests that must then
-    fail.
+    With `replicas`, t counts the micro-batches of each; a step has `step_every` of each, those of
+    the first one first. `ahead` are the forwards that each stage runs ahead. With `recompute` every
+    stage but the last runs its forward again for the backward. `fault` plants an error, for the
+    tests that must then fail.
     """
     p, k, plan = len(modules), step_every, model.plan
     ahead = [p - 1 - j for j in range(p)] if ahead is None else ahead
@@ -203,14 +213,17 @@ def async_run(
                 if holder == j
             },
             flush_every * k,
+            replicas=replicas,
         )
         for j, module in enumerate(modules)
     ]
     window_sum: list[Values] = [{} for _ in modules]
     tied_sums: dict[tuple[str, int], list[Tensor]] = {}
     oracle = Oracle(modules)
-    for t in range(steps * k):
-        number = t ^ 1 if fault == "swap two micro-batches" and t in (2, 3) else t
+    for turn in range(steps * k * replicas):
+        t, replica = divmod(turn, replicas)
+        number = t // k * k * replicas + replica * k + t % k
+        number ^= fault == "swap two micro-batches" and t in (2, 3)
         values: dict[str, Any] = dict(model.make_inputs(number))
         kept = []
         with _generator_of(seed, number):
@@ -224,7 +237,9 @@ def async_run(
                 values.update(outputs)
                 kept.append((at, leaves, inputs, outputs, read, began))
         oracle.losses[number] = values[plan.loss].detach()
-        arriving: dict[str, list[Tensor]] = {plan.loss: [torch.ones_like(values[plan.loss]) / k]}
+        arriving: dict[str, list[Tensor]] = {
+            plan.loss: [torch.ones_like(values[plan.loss]) / (k * replicas)]
+        }
         for j in reversed(range(p)):
             at, leaves, inputs, outputs, read, began = kept[j]
             now, history = t // k, histories[j]
@@ -260,8 +275,8 @@ def async_run(
                 before = window_sum[j].get(name)
                 window_sum[j][name] = gradient if before is None else before + gradient
             method.accumulated(history, window_sum[j])
-            oracle.ledger.add((j, t, at, now))
-        if (t + 1) % k == 0:
+            oracle.ledger.add((j, number, at, now))
+        if (turn + 1) % (k * replicas) == 0:
             version = (t + 1) // k
             for shared in plan.shared:
                 tied_sums[shared.names[0], version] = [

@@ -118,7 +118,7 @@ class DelayCompensatedReference(Reference):
     ) -> Values:
         if at == now:
             return gradient
-        live, k = history.weights[now], history.step_every
+        live, k = history.weights[now], history.of_step
         corrected = {}
         for name, share in gradient.items():
             own, strength = share * k, torch.tensor(0.04, dtype=share.dtype)
@@ -183,7 +183,7 @@ class GapAwareReference(Reference):
                 continue
             if name in history.shared:
                 continue
-            mean = kept / history.step_every
+            mean = kept / history.of_step
             if options.get("decoupled_weight_decay"):
                 # The optimizer will decay the weight whole.
                 decay = options["weight_decay"] * options["lr"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from asyncpipe.runtime.executor.executor import Executor
@@ -17,6 +19,8 @@ from asyncpipe.runtime.schedule.dependencies import lower
 from asyncpipe.runtime.schedule.schedule import Action, Schedule, count_in_flight
 from asyncpipe.runtime.schedule.validation import validate
 from asyncpipe.runtime.staleness.weight_versions import LedgerEntry, WeightVersions
+from asyncpipe.runtime.training.clipping import share_of
+from asyncpipe.runtime.training.replica_gradients import GradientSums
 from asyncpipe.runtime.transports import LocalHub, Transport, run_together
 from asyncpipe.tests.support.models.hand_plans import HandModel
 from asyncpipe.tests.support.oracles.async_simulation import (
@@ -119,6 +123,30 @@ class Seen(Observer):
 
 
 @dataclass
+class Replica(Seen):
+    """Sums gradients over the replicas of its rank, as a run does; each action takes `slow_s` more
+    seconds."""
+
+    sums: GradientSums | None = None
+    slow_s: float = 0.0
+
+    def on_begin(self, action: Action) -> None:
+        time.sleep(self.slow_s)
+
+    def on_last_backward(self, stage: int, version: int) -> None:
+        if self.sums is not None:
+            self.sums.expect(stage)
+
+    def on_gradients(self, stage: int, version: int) -> None:
+        if self.sums is not None:
+            self.sums.begin(stage)
+
+    def on_sums(self, stage: int, version: int) -> None:
+        if self.sums is not None:
+            self.sums.finish(stage)
+
+
+@dataclass
 class Trained:
     """What came out of runs of all ranks."""
 
@@ -195,19 +223,30 @@ def train_rank(
     optimize: Optimize | None = None,
     staleness: str = "none",
     seed: int = 0,
+    replica: int = 0,
+    copies: dist.ProcessGroup | None = None,
+    slow_s: float = 0.0,
 ) -> dict[str, Any]:
-    """One rank's part of the same, as plain data that a process can send back."""
+    """One rank's part of the same, as plain data that a process can send back. `copies` are the
+    ranks with the same stages in all replicas."""
     modules = model.build()
     pipeline = make_pipeline(model, schedule, modules, transport, staleness, seed)
-    seen = _seen(modules, optimize)
+    seen = _seen(modules, optimize, Replica)
+    assert isinstance(seen, Replica)
+    seen.slow_s, replicas = slow_s, 1
+    if copies is not None:
+        shares = {j: share_of(model.plan, j, modules[j]) for j in pipeline.stages}
+        seen.sums, replicas = GradientSums(shares, copies, "replicas"), dist.get_world_size(copies)
     if optimize:
         _attach([pipeline], seen, lambda version: 1.0)
-    ledger = []
+    ledger, in_all = [], replicas * schedule.step_every
     for segment in range(segments):
         report = pipeline.run(
             schedule,
             model.make_inputs,
-            first_micro_batch=segment * schedule.micro_batches,
+            first_micro_batch=segment * schedule.steps * in_all + replica * schedule.step_every,
+            micro_batches_in_all=in_all,
+            step_samples=in_all * model.plan.sizes["batch"],
             observer=seen,
         )
         ledger += [_row(entry) for entry in report.ledger]
