@@ -1,10 +1,14 @@
-"""Point-to-point links over a group of torch.distributed, and over a transport of asyncpipe."""
+"""Point-to-point links over a group of torch.distributed, a communicator of MPI, and a transport of
+asyncpipe."""
 
 from __future__ import annotations
 
 import datetime
+import os
+import time
 from collections import Counter
 from time import perf_counter
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -54,6 +58,32 @@ class GroupLinks:
         if "Timed out" in str(error):
             return timed_out(words, peer, self._timeout_s)
         return peer_is_gone(words, peer, f": {str(error).splitlines()[0]}")
+
+
+class MpiLinks:
+    """Links over a communicator of mpi4py; one that threads share carries their messages in any
+    order. `timeout_s` is the longest that any wait takes."""
+
+    def __init__(self, world: Any, *, timeout_s: float) -> None:
+        self.rank: int = world.Get_rank()
+        self.ranks: int = world.Get_size()
+        self._world = world
+        self._timeout_s = timeout_s
+
+    def send(self, peer: int, tensor: Tensor) -> None:
+        wait = f"rank {self.rank} waits for rank {peer} to take a tensor"
+        self._finish(self._world.Isend(tensor.numpy(), peer), wait, peer)
+
+    def recv(self, peer: int, tensor: Tensor) -> None:
+        wait = f"rank {self.rank} waits for a tensor from rank {peer}"
+        self._finish(self._world.Irecv(tensor.numpy(), peer), wait, peer)
+
+    def _finish(self, request: Any, wait: str, peer: int) -> None:
+        end_s = time.monotonic() + self._timeout_s
+        while not request.Test():
+            if time.monotonic() > end_s:
+                raise timed_out(wait, peer, self._timeout_s)
+            os.sched_yield()
 
 
 class TransportLinks:

@@ -211,5 +211,29 @@ class LocalityOptions:
         return all_splits(ranks, self.hosts) if self.splits == ALL else read_splits(self.splits)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseOptions:
+    """What the ranks do in the program to diagnose, and where it writes."""
+
+    output: str | None = option(
+        None,
+        path("runs"),
+        "Folder that the program writes to, in which a few small files are written and removed. "
+        "[default: the working folder]",
+    )
+    endpoint: EndpointKind = option(
+        "concurrent",
+        Choice(ENDPOINTS),
+        "How the program sends and receives: concurrent, as asyncpipe does, or serial, which "
+        "finishes one before it begins the other.",
+    )
+    threads: int = option(
+        1,
+        Whole(1, MOST_THREADS, 4),
+        "Threads of a rank that share one communicator in the program; 1 if none do, as in "
+        "asyncpipe.",
+    )
+
+
 def _are(text: str) -> bool:
     return text == ALL or bool(read_splits(text))

@@ -33,7 +33,7 @@ from ..transports.nccl import Lane
 from ..transports.protocol import DIRECTIONS, Transport
 from .options import RankOptions
 
-TASKS = ("measure", "bench", "locality")
+TASKS = ("measure", "bench", "locality", "diagnose")
 """The modules of this package with a `run_rank`; a process runs no others."""
 
 _ANSWER = "answer.json"

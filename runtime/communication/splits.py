@@ -92,11 +92,20 @@ def lone_ranks(split: Split, *, is_ring: bool = True) -> tuple[int, ...]:
     (1,)
     """
     hosts = hosts_of(split)
+    return tuple(rank for rank in lone_among(hosts) if is_ring or 0 < rank < len(hosts) - 1)
+
+
+def lone_among(hosts: Sequence[object]) -> tuple[int, ...]:
+    """The ranks of a ring whose neighbors on both sides are on other hosts; `hosts` has the host of
+    each rank.
+
+    >>> lone_among(["a", "a", "b"]), lone_among(["a"])
+    ((2,), ())
+    """
     return tuple(
         rank
         for rank, host in enumerate(hosts)
         if hosts[rank - 1] != host and hosts[(rank + 1) % len(hosts)] != host
-        if is_ring or 0 < rank < len(hosts) - 1
     )
 
 

@@ -1,4 +1,4 @@
-"""Point-to-point links of a ring over TCP, with small socket buffers.
+"""Point-to-point links of a ring over TCP with small socket buffers, and the bandwidth of paths.
 
 A buffer that holds a whole message lets the kernel send it while the program already receives, and
 hides what a serial endpoint costs. With 32 KiB the program itself has to be in a call for most of a
@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
@@ -136,3 +138,141 @@ def _socket(address: str) -> socket.socket:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
+
+
+_ECHO_S = 0.1
+"""The time of an echo that is long enough: a shaped link has sent its burst long before."""
+_ECHO_BYTES = (256 * 1024, 16 * 1024 * 1024)
+_ECHOS = 4
+_TRY_S = 2.0
+_HEADER = 8
+
+
+@dataclass
+class EchoServer:
+    """Sends back as many bytes as it receives, to clients that know its word.
+
+    addresses: those at which it listens, each on a port of its own.
+    """
+
+    addresses: Iterable[str]
+    word: bytes
+    ports: dict[str, int] = field(default_factory=dict)
+    _listeners: list[socket.socket] = field(default_factory=list)
+
+    def __enter__(self) -> EchoServer:
+        for address in self.addresses:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            with contextlib.suppress(OSError):  # an address that went away
+                listener = socket.create_server((address, 0), family=family)
+                self._listeners.append(listener)
+                self.ports[address] = listener.getsockname()[1]
+                threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # ends accept
+            listener.close()
+
+    def _listen(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:  # closed
+                return
+            with client, contextlib.suppress(OSError, EOFError):
+                client.settimeout(_TRY_S)
+                if _exactly(client, len(self.word)) != self.word:
+                    continue
+                while True:
+                    size = int.from_bytes(_exactly(client, _HEADER), "big")
+                    client.sendall(_exactly(client, min(size, _ECHO_BYTES[1])))
+
+
+@dataclass(frozen=True)
+class EchoPath:
+    """A way to an EchoServer: the own address, and the server's address and port."""
+
+    source: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPath:
+    """A way from one host to another.
+
+    rank, peer: the ranks at its ends.
+    interface, address: the interface of `rank`, and the address of `peer`.
+    gb_s: its bandwidth.
+    is_used: the ranks communicate over it.
+    """
+
+    rank: int
+    peer: int
+    interface: str
+    address: str
+    gb_s: float
+    is_used: bool
+
+
+def echo_rates(paths: Sequence[EchoPath], word: bytes) -> list[float]:
+    """The bandwidth of each path there and back in bytes a second, when nothing slows it; 0 for one
+    that does not lead to the server. The paths are measured alternately."""
+    with contextlib.ExitStack() as stack:
+        ends = [_connected(path, word, stack) for path in paths]
+        sizes = [0 if end is None else _echo_size(end) for end in ends]
+        best = [0.0] * len(paths)
+        for _ in range(_ECHOS):
+            for place, end in enumerate(ends):
+                if end is not None and sizes[place]:
+                    rate = 2 * sizes[place] / max(_echo_s(end, sizes[place]), 1e-9)
+                    best[place] = max(best[place], rate)
+        return best
+
+
+def _connected(path: EchoPath, word: bytes, stack: contextlib.ExitStack) -> socket.socket | None:
+    try:
+        end = socket.create_connection(
+            (path.address, path.port), timeout=_TRY_S, source_address=(path.source, 0)
+        )
+        stack.enter_context(end)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.sendall(word)
+    except OSError:
+        return None
+    return end
+
+
+def _echo_size(end: socket.socket) -> int:
+    """A size whose echo takes long enough; 0 if none comes back."""
+    size, most = _ECHO_BYTES
+    try:
+        while _echo_s(end, size) < _ECHO_S and size < most:
+            size *= 2
+    except (OSError, EOFError):
+        return 0
+    return size
+
+
+def _echo_s(end: socket.socket, size: int) -> float:
+    content = bytes(size)
+    start_s = perf_counter()
+    end.sendall(size.to_bytes(_HEADER, "big"))
+    end.sendall(content)
+    _exactly(end, size)
+    return perf_counter() - start_s
+
+
+def _exactly(end: socket.socket, size: int) -> bytes:
+    """The next bytes. Raises EOFError if the other end is closed before."""
+    content = bytearray(size)
+    rest = memoryview(content)
+    while rest:
+        count = end.recv_into(rest)
+        if not count:
+            raise EOFError
+        rest = rest[count:]
+    return bytes(content)

@@ -266,6 +266,14 @@ class MpiTransport:
 def load_mpi() -> Any:
     """The module mpi4py.MPI. Raises TransportError when it is not there, or when only one thread
     may call the library."""
+    mpi = load_mpi_for_one_thread()
+    check_thread_level(mpi.Query_thread(), mpi.THREAD_MULTIPLE, mpi.Get_library_version())
+    return mpi
+
+
+def load_mpi_for_one_thread() -> Any:
+    """The module mpi4py.MPI, whichever threads may call it. Raises TransportError when it is not
+    there."""
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
@@ -276,7 +284,6 @@ def load_mpi() -> Any:
             "cluster: module load openmpi · laptop: pip install mpich · "
             "otherwise: --transport gloo",
         ) from error
-    check_thread_level(MPI.Query_thread(), MPI.THREAD_MULTIPLE, MPI.Get_library_version())
     return MPI
 
 
@@ -306,7 +313,7 @@ def share_store(rank: int, ranks: int, host: str, timeout_s: float) -> Store:
     `host` is what the others call rank 0's, as it knows it. Collective over MPI's world. Raises
     TransportError when it is not of these ranks, or when they do not come in time.
     """
-    mpi = load_mpi()
+    mpi = load_mpi_for_one_thread()
     world = mpi.COMM_WORLD
     check_world(world, rank, ranks)
     timeout = datetime.timedelta(seconds=timeout_s)
