@@ -126,7 +126,7 @@ def busy_loop() -> Iterator[Diagnosis]:
 @contextmanager
 def slow_disk() -> Iterator[Path]:
     """A folder on a disk that makes ten writes a second."""
-    with ExitStack() as stack, tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         image, folder = Path(name) / "disk", Path(name) / "folder"
         folder.mkdir()
         with image.open("wb") as file:

@@ -58,7 +58,7 @@ from .session import Session
 from .splits import lone_among
 from .tcp_links import EchoPath, EchoServer, NetworkPath, echo_rates
 
-_WINDOWS, _WINDOW_S = 5, 0.2
+_WINDOWS, _WINDOW_S = 7, 0.1
 _REPEATS = 7
 _LONG_S = 0.05  # of a message, in which waking up does not count
 _SIZES = (64 * 1024, 8 * 1024 * 1024)

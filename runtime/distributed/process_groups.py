@@ -27,7 +27,7 @@ from ..config.settings import RunConfig, SettingsError
 from ..errors import TransportError
 from ..plan.plan import Plan
 from ..plan.trust import untrusted
-from ..transports.mpi import forget_segments, share_store
+from ..transports.mpi import forget_segments, load_mpi, share_store
 from .cpu_affinity import (
     Machine,
     RankResources,
@@ -158,6 +158,8 @@ def join(info: RankInfo, config: RunConfig, plan: Plan, code: Mapping[str, str])
     """
     timeout_s = config.patience_s
     timeout = datetime.timedelta(seconds=timeout_s)
+    if config.transport == "mpi":
+        load_mpi()  # what the run cannot do is said before anything of it begins
     info, control = connect(
         info, requested=config.interface, timeout_s=timeout_s, over_mpi=config.transport == "mpi"
     )
