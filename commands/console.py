@@ -51,9 +51,11 @@ from ..runtime.user_code import file_hash
 if TYPE_CHECKING:
     from ..partitioner.outline import Outline
     from ..partitioner.planning.planner import GraphPlan
+    from ..runtime.experiments.batch_search import Trial
     from ..runtime.experiments.compare import MethodComparison
     from ..runtime.experiments.method_rows import ComparedRun
-    from ..runtime.experiments.sweep import Sweep, SweptRun
+    from ..runtime.experiments.sweep import Sweep
+    from ..runtime.experiments.swept_runs import SweptRun
     from ..runtime.reports.comparison import RunComparison
 
 
@@ -124,6 +126,13 @@ def print_table(console: Console, table: Table, styles: Mapping[int, str] | None
         console.print()
 
 
+def print_trial(console: Console, strategy: str, size: int, trial: Trial) -> None:
+    """Prints one line for a size that was tried."""
+    needs = "" if math.isnan(trial.needed) else f" ({write_bytes(int(trial.needed))})"
+    text = "fits" if trial.fits else "does not fit"
+    console.print(f"{escape(strategy)}: {size} samples a micro-batch: {text}{needs}")
+
+
 def print_swept_run(console: Console, run: SweptRun, number: int, of: int) -> None:
     """Prints one line for a finished run."""
     loss = f"{run.state}: {run.error}" if run.loss is None else f"loss {write_loss(run.loss)}"
@@ -135,12 +144,16 @@ def print_swept_run(console: Console, run: SweptRun, number: int, of: int) -> No
 
 def print_sweep(console: Console, sweep: Sweep) -> None:
     """The table, the best first, and where the files are."""
-    from ..runtime.experiments.sweep import sweep_table
+    from ..runtime.experiments.swept_runs import advice, tables_of
 
-    console.print()
-    print_table(console, sweep_table(tuple(sweep.runs.values())))
+    for table in tables_of(sweep.ranked):
+        console.print()
+        print_table(console, table)
     best = sweep.ranked[0]
-    if best.loss is not None:
+    if sentence := advice(sweep.ranked):
+        console.print()
+        print_words(console, sentence)
+    elif best.loss is not None:
         console.print(f"[green]✓[/] best       {escape(str(sweep.folder / best.name))}")
     console.print(f"  table      {escape(str(sweep.folder / 'sweep.md'))}", soft_wrap=True)
 

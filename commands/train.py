@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -14,7 +15,7 @@ from ..runtime.checkpoint.resuming import with_options_of_run
 from ..runtime.config.learning_options import CHECKPOINTS, LOGGING
 from ..runtime.config.option_files import check_code, merged, read_config, settings_from
 from ..runtime.import_path import ISOLATED
-from ..runtime.limits import ListOf, Whole, key_values, path
+from ..runtime.limits import Choice, ListOf, Text, Whole, bytes_of, flag_of, key_values, path
 from .console import make_console, print_text
 from .options import PANEL, SEVERAL, limited, make_app, option, unwrapped, with_limits
 from .running import REPORTER, usage
@@ -32,7 +33,15 @@ app = make_app(
 _SWEEP = PANEL[SEVERAL]
 
 
-@with_limits({"sweep": key_values("lr=1e-3,3e-3"), "jobs": Whole(1, 2**12, 2)})
+@with_limits(
+    {
+        "sweep": key_values("lr=1e-3,3e-3"),
+        "strategies": Text("strategies, separated by commas", "ddp,1f1b+replicas=2"),
+        "batch": Choice(("search",)),
+        "memory_limit": Text("a memory size", "11GiB", bytes_of),
+        "jobs": Whole(1, 2**12, 2),
+    }
+)
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
     """The options of a sweep."""
@@ -44,6 +53,30 @@ class SweepOptions:
             "Option with several values, such as lr=1e-3,3e-3: trains a run with each value, or "
             "with all combinations of several options. The file of --config may list values under "
             "[sweep]. [default: none]",
+        ),
+    ] = None
+    strategies: Annotated[
+        str | None,
+        option(
+            _SWEEP,
+            "Ways to train, to be compared: schedules with options of their own, such as "
+            "single,ddp,1f1b,1f1b+replicas=2. [default: none]",
+        ),
+    ] = None
+    batch: Annotated[
+        Literal["search"] | None,
+        option(
+            _SWEEP,
+            "Search the largest micro-batch that fits into the memory of a rank under each "
+            "strategy, and train with it. [default: none]",
+        ),
+    ] = None
+    memory_limit: Annotated[
+        str | None,
+        option(
+            _SWEEP,
+            "Memory that the stages of a rank may take in that search, such as 11GiB. [default: "
+            "that of the plan's devices, or a share of the free memory]",
         ),
     ] = None
     jobs: Annotated[int, option(_SWEEP, "Concurrent runs of a sweep; they share the cores.")] = 1
@@ -83,11 +116,15 @@ def train_command(
 
     flags = options.given() | ({} if folder is None else {"folder": str(folder)})
     given = merged(read_config(config) if config else {}, flags)
-    if lists := lists_of(several.sweep or (), config, flags):
+    lists = lists_of(several.sweep or (), config, flags)
+    if lists or several.strategies:
         typed = {*flags, *lists_from_texts(several.sweep or ())}
         if not given.get("dry_run"):
             check_code({**given, **lists}, typed, _files(given, config))
-        return _sweep(given, lists, several.jobs)
+        return _sweep(given, lists, several, typed)
+    for name in ("batch", "memory_limit"):
+        if getattr(several, name) is not None:
+            raise usage(f"{flag_of(name)} requires --strategies.")
     all_options = with_options_of_run(given)
     settings = settings_from(all_options)
     if not (settings.dry_run or settings.print_schedule):  # these run nothing of it
@@ -113,24 +150,44 @@ def _files(options: dict[str, Any], config: Path | None) -> str:
     return " and ".join(f"{flag} {value}" for flag, value in named.items() if value)
 
 
-def _sweep(options: dict[str, Any], lists: dict[str, tuple[Any, ...]], at_once: int) -> int:
-    """Trains a run for each combination of values, each in a process of this same command."""
+def _sweep(
+    options: dict[str, Any],
+    lists: dict[str, tuple[Any, ...]],
+    several: SweepOptions,
+    typed: Container[str],
+) -> int:
+    """Trains a run for each strategy and combination of values, each in a process of this same
+    command."""
+    from ..runtime.experiments.batch_search import search_batches
+    from ..runtime.experiments.strategies import read_strategies
     from ..runtime.experiments.sweep import check_finished, plan_sweep, run_sweep
-    from .console import print_sweep, print_swept_run
+    from .console import print_sweep, print_swept_run, print_trial
 
     for name in ("print_sbatch", "print_schedule", "resume"):
         if options.get(name):
-            raise usage(f"--{name.replace('_', '-')} cannot be combined with --sweep.")
-    sweep = plan_sweep(options, lists)
+            raise usage(f"{flag_of(name)} cannot be combined with --sweep or --strategies.")
+    strategies = read_strategies(several.strategies, typed) if several.strategies else ()
+    sweep = plan_sweep(options, lists, strategies)
     as_json = bool(options.get("json"))
     console = make_console(quiet=bool(options.get("quiet")) or as_json)
+    command = (sys.executable, *ISOLATED, sys.argv[0])
     if not options.get("dry_run"):
+        if several.batch is not None:
+            strategies, too_large = search_batches(
+                sweep,
+                options,
+                strategies,
+                command,
+                limit=None if several.memory_limit is None else bytes_of(several.memory_limit),
+                on_trial=partial(print_trial, console),
+            )
+            sweep = plan_sweep(options, lists, strategies, too_large)
         total, done = len(sweep.runs), len(sweep.runs) - len(sweep.waiting)
         numbers = iter(range(done + 1, total + 1))
         sweep = run_sweep(
             sweep,
-            (sys.executable, *ISOLATED, sys.argv[0]),
-            at_once=at_once,
+            command,
+            at_once=several.jobs,
             on_run=lambda run: print_swept_run(console, run, next(numbers), total),
         )
     if as_json:

@@ -18,7 +18,7 @@ from asyncpipe.runtime.distributed.cpu_affinity import RankResources, check_alik
 from asyncpipe.runtime.distributed.ranks import RankInfo
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.experiments.compare import compare
-from asyncpipe.runtime.experiments.sweep import _child, plan_sweep
+from asyncpipe.runtime.experiments.sweep import child_of, plan_sweep
 from asyncpipe.runtime.experiments.variants import lists_of
 from asyncpipe.runtime.launch import launch, local
 from asyncpipe.runtime.plan.plan import read_plan
@@ -197,7 +197,7 @@ def test_a_sweep_runs_what_was_typed_and_not_what_its_file_names(tmp_path: Path)
     check_code({**options, **lists}, {"data"}, "--config")
     (tmp_path / "sweep").mkdir()
     (child, _) = plan_sweep({**options, "output": str(tmp_path / "sweep")}, lists).jobs.values()
-    assert "--data theirs.py:data" in " ".join(_child(child, ("train",)).command)
+    assert "--data theirs.py:data" in " ".join(child_of(child, ("train",)).command)
 
 
 def test_own_ranks_are_told_that_the_folder_is_trusted(

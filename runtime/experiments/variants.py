@@ -72,8 +72,7 @@ def lists_from_texts(texts: Iterable[str]) -> dict[str, tuple[Any, ...]]:
             raise SettingsError(
                 f"{flag}: the values of {name} were given already.", "Give them in one list."
             )
-        _check_name(name, flag)
-        lists[name] = _distinct([_value(name, word, flag) for word in values.split(",")], flag)
+        lists[name] = _distinct([value_of(name, word, flag) for word in values.split(",")], flag)
     return lists
 
 
@@ -108,10 +107,11 @@ def variants(lists: Mapping[str, Sequence[Any]]) -> list[Values]:
     return [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
 
 
-def name_of(values: Values) -> str:
-    """The name of a run's folder: its values. Values that are not valid in a file name
-    are shortened and get a hash."""
-    text = ",".join(f"{name}={in_words(value)}" for name, value in values.items())
+def name_of(values: Values, strategy: str = "") -> str:
+    """The name of a run's folder: its strategy and its values. What is not valid in a file name is
+    shortened and gets a hash."""
+    pairs = [f"{name}={in_words(value)}" for name, value in values.items()]
+    text = ",".join(filter(None, [strategy, *pairs]))
     plain = re.sub(r"[^\w=,.+-]", "_", text)
     if plain == text and len(text) <= _NAME_AT_MOST:
         return text
@@ -138,7 +138,10 @@ def _check_name(name: str, place: str) -> None:
     )
 
 
-def _value(name: str, text: str, flag: str) -> Any:
+def value_of(name: str, text: str, flag: str) -> Any:
+    """The value of an option that may differ between runs, of a text of `flag`. Raises
+    SettingsError."""
+    _check_name(name, flag)
     return checked(name, options_of(Settings)[name].limit.read(text), flag)
 
 

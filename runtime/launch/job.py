@@ -204,9 +204,7 @@ def make_folder(job: Job) -> Job:
         raise disk_error(error, job.folder) or error from None
     try:
         bring(job.config, job.folder)
-        # What follows from the steps is not known before epochs are counted.
-        is_counted = job.config.epochs is None
-        _write_configuration(job.config if is_counted else job.settings or job.config, job.folder)
+        _write_configuration(job.repeating, job.folder)
         remember_code_of(job.config)
     except (AsyncPipeError, OSError) as error:
         shutil.rmtree(job.folder / "ranks")

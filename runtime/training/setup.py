@@ -165,6 +165,13 @@ class Job:
         """The plan at the sizes of this run."""
         return sized_plan(self.planned, self.config)
 
+    @property
+    def repeating(self) -> Settings:
+        """The options that repeat the run: the resolved ones, or those that were given while what
+        follows from the steps of epochs is unknown."""
+        is_counted = self.config.epochs is None or self.settings is None
+        return self.config if is_counted else self.settings
+
 
 @dataclass(frozen=True)
 class Setup:

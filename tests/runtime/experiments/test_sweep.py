@@ -176,6 +176,14 @@ def test_a_folder_of_other_options_or_stages_is_left_alone(folder: Path, tmp_pat
     assert plan_sweep({**given, "quiet": True}, {"seed": (1,)}).waiting == []
 
 
+def test_a_sweep_may_be_of_epochs(folder: Path, tmp_path: Path) -> None:
+    given = options(folder / "mlp", tmp_path / "sweep")
+    del given["steps"]
+    swept, _ = make(plan_sweep({**given, "epochs": 0.01}, {"seed": (1,)}))
+    assert swept.runs["seed=1"].state == "finished"
+    assert "warmup" not in (tmp_path / "sweep" / "seed=1.toml").read_text()
+
+
 def test_what_does_not_fit_is_told_before_anything_runs(folder: Path, tmp_path: Path) -> None:
     given = options(folder / "mlp", tmp_path / "sweep")
     with pytest.raises(AsyncPipeError, match="schedule=1f1b: .*staleness"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncpipe.runtime.config.settings import SettingsError
 from asyncpipe.runtime.distributed.cpu_affinity import Core, Topology
 from asyncpipe.runtime.errors import DataError
-from asyncpipe.runtime.experiments.sweep import (
+from asyncpipe.runtime.experiments.swept_runs import (
     SweptRun,
     read_record,
     sweep_table,
@@ -145,7 +145,7 @@ def test_the_table_has_the_best_first_and_what_failed_last() -> None:
     assert table.rows == (
         ("0.3", "1.5000", "1.2500", "11.0 s", ""),
         ("0.1", "2.5000", "2.2500", "10.0 s", ""),
-        ("0.2", "", "", "", "failed loss is nan | at step 3"),
+        ("0.2", "", "", "", "failed: loss is nan | at step 3"),
     )
     lines = table.to_markdown().splitlines()
     assert {line.replace("\\|", "").count("|") for line in lines} == {6}
