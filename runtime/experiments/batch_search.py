@@ -108,7 +108,7 @@ def search_batches(
     *,
     limit: int | None = None,
     on_trial: Callable[[str, int, Trial], None] = lambda name, size, trial: None,
-) -> tuple[list[Strategy], list[SweptRun]]:
+) -> tuple[tuple[Strategy, ...], list[SweptRun]]:
     """Each strategy with its largest micro-batch, and a row for each size that is too large.
 
     sweep, options: the strategies as `plan_sweep` has checked them, and the options of all runs.
@@ -139,7 +139,7 @@ def search_batches(
             "one sample fits under none of the strategies.",
             "Give a larger --memory-limit, or --recompute all.",
         )
-    return found, rows
+    return tuple(found), rows
 
 
 @dataclass(frozen=True, slots=True)

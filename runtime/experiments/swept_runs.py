@@ -235,8 +235,11 @@ def _is_strategies(runs: Sequence[SweptRun]) -> bool:
 
 
 def _column(name: str) -> Column:
-    kind = "text" if name == STRATEGY else "number"
-    return Column(name.replace("_", "-"), kind, leave_out=_LEAVE_OUT.get(name, 0))
+    return Column(
+        name,
+        "text" if name == STRATEGY else "number",
+        leave_out=_LEAVE_OUT.get(name, 0),
+    )
 
 
 def ranked(runs: Sequence[SweptRun]) -> list[SweptRun]:

@@ -169,8 +169,8 @@ class Job:
     def repeating(self) -> Settings:
         """The options that repeat the run: the resolved ones, or those that were given while what
         follows from the steps of epochs is unknown."""
-        is_counted = self.config.epochs is None or self.settings is None
-        return self.config if is_counted else self.settings
+        is_open = self.config.epochs is not None
+        return self.settings if is_open and self.settings is not None else self.config
 
 
 @dataclass(frozen=True)
