@@ -28,6 +28,7 @@ from .items import (
     RecomputedSegment,
     SubmoduleCall,
     ValueReads,
+    conditions_in,
     inputs_of,
     is_effectful,
     regions_of,
@@ -124,12 +125,7 @@ class _Writer:
             self._write_module,
         )
         self._choices = Choices(body.items, self._reads)
-        self._decided = {
-            node.meta["decision"]: node
-            for item in body.items
-            for node in item.nodes
-            if "decision" in node.meta
-        }
+        self._decided = conditions_in(body.items)
 
     def forward(self, method: str = "forward") -> Forward:
         names: list[str] = []

@@ -201,15 +201,24 @@ def hint_of(node: fx.Node) -> str:
     return str(node.target) if node.op == "placeholder" else hint or ""
 
 
+def conditions_in(items: Iterable[Item]) -> dict[int, fx.Node]:
+    """The value that controls each random decision, by its number."""
+    nodes = (node for item in items for node in item.nodes)
+    return {node.meta["decision"]: node for node in nodes if "decision" in node.meta}
+
+
 class ValueReads:
-    """The positions of the items that read a value; the results of the function are read after the
-    last item."""
+    """The positions of the items that read a value, or that a random decision by it may leave out;
+    the results of the function are read after the last item."""
 
     def __init__(self, body: Body) -> None:
         self._items = body.items
         self._positions: dict[fx.Node, list[int]] = defaultdict(list)
+        conditions = conditions_in(body.items)
         for position, item in enumerate(body.items):
-            for node in inputs_of(item):
+            decisions = (region.decision for region in regions_of(item))
+            deciding = [conditions[number] for number in decisions if number in conditions]
+            for node in (*inputs_of(item), *deciding):
                 self._positions[node].append(position)
         for node in body.results:
             self._positions[node].append(len(body.items))

@@ -146,6 +146,29 @@ class Asked(Layers):
         return self.head(x)
 
 
+class OneStays(Layers):
+    """As vit-pytorch writes it: if all layers were left out, one drawn at random stays."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            dropped = torch.zeros(2).uniform_(0, 1) < 0.5
+            if all(dropped):
+                dropped[random.randrange(2)] = False
+            for layer in [one for one, left in zip(self.layers, dropped, strict=False) if not left]:
+                x = torch.relu(layer(x)) + x
+        return self.head(x)
+
+
+class Places(Layers):
+    """Reads and writes at places that are drawn, or read from a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        x = x * x[:, random.randrange(6)].unsqueeze(1) + x.select(1, np.random.randint(6)).sum()
+        x[:, [random.randrange(6), 0]] = x[:, :1] * 2
+        return self.head(x + x[torch.randint(0, 2, ()).item()])
+
+
 def _assert_same(model: nn.Module, pipe: Any, seeds: int = 20) -> int:
     """Equal bits, and equal generators afterwards; the number of different results in training."""
     seen = set()
@@ -165,7 +188,20 @@ def _assert_same(model: nn.Module, pipe: Any, seeds: int = 20) -> int:
 
 
 @pytest.mark.parametrize(
-    "build", [LayerDropout, Kept, Chosen, Scaled, Mixed, Teacher, Constants, Between, Asked]
+    "build",
+    [
+        LayerDropout,
+        Kept,
+        Chosen,
+        Scaled,
+        Mixed,
+        Teacher,
+        Constants,
+        Between,
+        Asked,
+        OneStays,
+        Places,
+    ],  # fmt: skip
 )
 def test_numbers_are_drawn_anew(build: Callable[[], nn.Module], tmp_path: Path) -> None:
     torch.manual_seed(0)
