@@ -1,4 +1,4 @@
-"""`asyncpipe-comm measure` beside `benchmarks/transports.py`: microseconds of a message one way.
+"""`asyncpipe-comm measure` and `benchmarks/transports.py`: microseconds of a message one way.
 
 Both time half of a round trip between two ranks of this machine, over the same transports. They
 alternate, a round of each; a cell has the figures of every round, and the median of `measure` as a

@@ -51,7 +51,7 @@ _LEFT_OUT = ("samples", "epochs", "save_every", "save_to", "trace")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a size needed.
+    """The result of trying a size.
 
     fits: the steps ran within the limit.
     needed: the bytes of the fullest rank; NaN if the run ended before they were known.
@@ -230,7 +230,7 @@ class _Record:
 
 
 def _known(path: Path, key: str) -> _Record | None:
-    """What the same run needed before; None if there was none."""
+    """The record of the same trial; None if it was not made before."""
     if not path.is_file():
         return None
     origin = Origin(f"{path} is not a record of a trial: it", DataError, "Remove it.")

@@ -69,9 +69,7 @@ def _pairs(name: str, flag: str) -> Iterable[tuple[str, str]]:
         elif number == 0:
             pairs.append(("schedule", part.strip()))
         elif pairs[-1][0] == "schedule":
-            raise SettingsError(
-                f"{flag}: {part!r} is no option with a value.", "1f1b+replicas=2, for example."
-            )
+            raise SettingsError(f"{flag}: {part!r} has no value.", "1f1b+replicas=2, for example.")
         else:
             pairs[-1] = pairs[-1][0], f"{pairs[-1][1]}+{part.strip()}"
     return pairs

@@ -40,7 +40,7 @@ class Figures:
 
     samples: samples of a step, in all replicas.
     rate, unit: samples or tokens a second.
-    memory_bytes: what the stages of the fullest rank took.
+    memory_bytes: the memory of the stages on the fullest rank.
     parts: shares of the ranks' time, see `parts_of`.
     """
 
@@ -196,7 +196,7 @@ def parts_table(runs: Sequence[SweptRun]) -> Table:
 
 
 def advice(runs: Sequence[SweptRun]) -> str:
-    """Which strategy to take and why, in one sentence; "" where there are no two to choose from.
+    """Which strategy to take and why, in one sentence; "" for fewer than two.
 
     >>> def run(name, rate, samples, memory):
     ...     figures = Figures(samples, rate, "samples/s", memory)

@@ -108,8 +108,8 @@ def variants(lists: Mapping[str, Sequence[Any]]) -> list[Values]:
 
 
 def name_of(values: Values, strategy: str = "") -> str:
-    """The name of a run's folder: its strategy and its values. What is not valid in a file name is
-    shortened and gets a hash."""
+    """The name of a run's folder: its strategy and its values. A name that is not valid for a file
+    is shortened and gets a hash."""
     pairs = [f"{name}={in_words(value)}" for name, value in values.items()]
     text = ",".join(filter(None, [strategy, *pairs]))
     plain = re.sub(r"[^\w=,.+-]", "_", text)

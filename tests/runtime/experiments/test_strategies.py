@@ -58,7 +58,7 @@ def test_a_strategy_is_a_schedule_and_options() -> None:
         ("1f1b,1f1b", "it is there twice"),
         ("1f1b+lrr=1", "lrr is not an option"),
         ("", "schedule"),
-        ("1f1b+replicas", "'replicas' is no option with a value"),
+        ("1f1b+replicas", "'replicas' has no value"),
         ("1f1b+lr=0.1", "lr is given by its own flag too"),
         ("1f1b+replicas=2+replicas=3", "replicas is given twice"),
         ("1f1b+output=there", "output cannot differ between runs"),
