@@ -62,6 +62,7 @@ def stopped_after(folder: Path, output: Path, name: str, **given: Any) -> int:
         ("SIGUSR1", {"schedule": "2bw", "ranks": 1}),
         ("SIGTERM", {"schedule": "1f1b"}),
         ("SIGTERM", {"schedule": "async-1f1b", "micro_batches": 1}),
+        ("SIGUSR1", {"schedule": "async-1f1b", "micro_batches": 1, "ranks": 2, "replicas": 2}),
     ],
 )
 def test_a_run_that_was_told_to_stop_goes_on_from_there(
