@@ -34,6 +34,7 @@ def forecast_step(
     *,
     processors: int | None = None,
     steps: int = 1,
+    replicas: int = 1,
     step_ms: Iterable[float] | None = None,
     shared_stages: Iterable[Sequence[int]] | None = None,
 ) -> Forecast:
@@ -41,10 +42,12 @@ def forecast_step(
     that name on the plan's ranks, or of a given schedule.
 
     A rank is busy with its transfers as the plan says, and at the end of a step with the gradients
-    of shared parameters. For an asynchronous schedule the idle share is that of the steady state,
-    without fill and drain. A step of a computed schedule is one of several in a row.
+    of shared parameters and of replicas, which are all as fast. For an asynchronous schedule the
+    idle share is that of the steady state, without fill and drain. A step of a computed schedule is
+    one of several in a row.
 
     - `processors`: the number of cores that the ranks share; None for one each
+    - `replicas`: the pipelines that sum their gradients in every step of a stage
     - `step_ms`: the optimizer's milliseconds of every stage
     - `shared_stages`: the groups of stages that step when all have their gradients; by default
       those that share a parameter
@@ -57,14 +60,9 @@ def forecast_step(
         planned = planned_schedule(plan, schedule, micro_batches, steps=count)
     else:
         planned = schedule.compute
-    if planned.replicas:
-        costs = replace(
-            costs,
-            step_ms=tuple(
-                ms + _summing_ms(stage, plan.setting.micro_batches)
-                for stage, ms in zip(plan.stages, costs.step_ms, strict=True)
-            ),
-        )
+    if planned.replicas or replicas > 1:
+        summing_ms = _summing_ms(plan, replicas)
+        costs = replace(costs, step_ms=tuple(map(sum, zip(costs.step_ms, summing_ms, strict=True))))
 
     def simulated(of: Schedule) -> Timeline:
         return simulate(
@@ -122,12 +120,43 @@ def has_stage_replicas(plan: Plan, name: str, micro_batches: int) -> bool:
     return name in REPLICATED and 0 < most <= micro_batches
 
 
-def _summing_ms(stage: StageSpec, micro_batches: int) -> float:
-    """The time in which the ranks of a stage sum their gradients, once a step: the part of its load
-    that exceeds its times."""
-    busy_ms = stage.forward_ms + stage.backward_ms + stage.forward_talk_ms + stage.backward_talk_ms
-    beside_ms = stage.load_ms - busy_ms / len(stage.ranks)
-    return max(0.0, beside_ms) * micro_batches if len(stage.ranks) > 1 else 0.0
+def _summing_ms(plan: Plan, replicas: int) -> list[float]:
+    """The time in which the ranks of each stage sum their gradients, once a step.
+
+    Where the plan has these ranks it is the part of a stage's load that exceeds its times.
+    Otherwise it is that of a ring over so many whole pipelines, at the speed of the plan's slowest
+    transfers.
+    """
+    ring = 2 * (replicas - 1)
+    slowest_ms = max((_byte_ms(stage, plan) for stage in plan.stages), default=0.0)
+    summing_ms = []
+    for stage in plan.stages:
+        own_ms = (
+            stage.forward_ms + stage.backward_ms + stage.forward_talk_ms + stage.backward_talk_ms
+        )
+        beside_ms = max(0.0, stage.load_ms - own_ms / max(1, len(stage.ranks)))
+        if len(stage.ranks) > 1 and replicas in (1, len(stage.ranks)):
+            summing_ms.append(beside_ms * plan.setting.micro_batches)
+        elif replicas > 1 and stage.memory.gradients:
+            part_ms = slowest_ms * stage.memory.gradients / replicas
+            summing_ms.append(ring * (plan.setting.latency_ms + part_ms))
+        else:
+            summing_ms.append(0.0)
+    return summing_ms
+
+
+def _byte_ms(stage: StageSpec, plan: Plan) -> float:
+    """The time of a byte that the stage sends or receives, without latencies."""
+    rank_of = plan.device_of_stage
+    crossing = [
+        (spec_bytes(boundary.tensor, plan.sizes), 1 + boundary.tensor.requires_grad)
+        for boundary in (*stage.sends, *stage.receives)
+        if {rank_of[target] for target in boundary.targets} != {rank_of[boundary.source]}
+    ]
+    messages, total = sum(n for _, n in crossing), sum(size * n for size, n in crossing)
+    overlapped = [ms for *stages, ms in plan.setting.transfer_ms if stage.index in stages]
+    talk_ms = stage.forward_talk_ms + stage.backward_talk_ms + 2 * sum(overlapped)
+    return max(0.0, talk_ms - messages * plan.setting.latency_ms) / max(1, total)
 
 
 def planned_ranks(plan: Plan, name: str) -> int | None:

@@ -143,6 +143,7 @@ def forecast_run(
         config.micro_batches,
         processors=max(1, cores // config.pipelines) if config.device == "cpu" else None,
         steps=steps,
+        replicas=config.pipelines,
         step_ms=optimizer_ms,
         shared_stages=waiting_stages(plan, config),
     )

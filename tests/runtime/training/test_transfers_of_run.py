@@ -97,6 +97,25 @@ def test_a_forecast_knows_the_dtype_of_boundaries(folder: Path) -> None:
     assert half.step_ms < 0.7 * as_planned.step_ms
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b"])
+def test_replicas_sum_their_gradients_in_every_step_of_the_forecast(
+    folder: Path, schedule: str
+) -> None:
+    plan = slow(read_plan(folder))
+    carried = (crossing_bytes(plan, stage, BoundaryDtypes()) for stage in range(3))
+    byte_ms = 2000.0 / (2 * min(carried))  # the slowest of the transfers, forward and back
+
+    def step_ms(replicas: int, summing_ms: tuple[float, ...] = (0.0,) * 3) -> float:
+        return forecast_step(plan, schedule, 4, replicas=replicas, step_ms=summing_ms).step_ms
+
+    for replicas in (2, 4):
+        rings = tuple(
+            2 * (replicas - 1) * (100.0 + byte_ms * stage.memory.gradients / replicas)
+            for stage in plan.stages
+        )
+        assert step_ms(1) < step_ms(replicas) == pytest.approx(step_ms(1, rings))
+
+
 def test_a_stage_that_clips_with_others_steps_later_in_the_forecast(folder: Path) -> None:
     plan = replace(slow(read_plan(folder)), shared=())
 
