@@ -42,7 +42,7 @@ from .clipping import (
     steps_until_known,
 )
 from .own_optimizer import OwnOptimizer, StageView
-from .replica_gradients import gradient_sums
+from .replica_gradients import Summed, gradient_sums
 from .stage_optimizer import StageOptimizer, StageSteps
 
 _WRITING: tuple[Kind, int] = ("writing", -1)
@@ -232,12 +232,12 @@ class OptimizerStepper(ActionObserver):
 
     def on_last_backward(self, stage: int, version: int) -> None:
         if self._sums is not None:
-            self._sums.expect(stage)
+            self._sums.expect(stage, version)
 
     def on_gradients(self, stage: int, version: int) -> None:
         if self._sums is not None:
             with self.activities.during(Activity("exchange", "sends gradients to its replicas")):
-                self._sums.begin(stage)
+                self._sums.begin(stage, version)
         elif self.is_synchronous:
             self._take_own(stage, version)
 
@@ -252,7 +252,7 @@ class OptimizerStepper(ActionObserver):
         if self._sums is not None:
             waits = f"waits for the gradients of stage {stage} from {self._sums.peers}"
             with self.activities.during(Activity("exchange", waits)):
-                self._sums.finish(stage)
+                self._sums.finish(stage, version)
 
     def on_step(self, stage: int, version: int) -> None:
         if self.is_synchronous:
@@ -381,7 +381,7 @@ class OptimizerStepper(ActionObserver):
     def _finish_step(self, version: int) -> None:
         spent, sent = self.activities.take(), self.activities.take_sent()
         spent[_WRITING] = spent.get(_WRITING, 0.0) + self._between.pop(_WRITING, 0.0)
-        summed, exchanged = self._sums.take_counts() if self._sums is not None else (0, {})
+        summed = self._sums.take_counts(version) if self._sums is not None else Summed()
         losses = self._losses.pop(version, None)
         if losses:
             self._finite.check_loss(version, _mean(losses))
@@ -396,7 +396,7 @@ class OptimizerStepper(ActionObserver):
         with self.activities.during(Activity("other", "reports a step to rank 0")):
             figures = figures_of(
                 spent,
-                sent + Counter(exchanged) if self._config.has_network else {},
+                sent + summed.sent if self._config.has_network else {},
                 self._stages,
                 step=version,
                 loss=self._finite.loss * self._part if losses else math.nan,
@@ -412,7 +412,7 @@ class OptimizerStepper(ActionObserver):
                 unexpected=sum(not self._delays.has(*astuple(entry)) for entry in met),
                 gap_squared=sum(float(gap.difference) for gap in gaps),
                 weights_squared=sum(float(gap.live) for gap in gaps),
-                summed=summed if self._world.copy == 0 else 0,
+                summed=summed.elements if self._world.copy == 0 else 0,
             )
             self._report(figures)
         del self._stepped[version]

@@ -19,10 +19,10 @@ replica's buffers are the ones that are saved, so an evaluation uses them on all
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -61,22 +61,34 @@ class _Window:
 
     begun: the number of buckets whose all-reduce has begun.
     is_open: True while the last backward runs.
+    version: the version that the step with these gradients makes.
     """
 
     buckets: list[_Bucket]
     begun: int = 0
     is_open: bool = False
+    version: int = 0
+
+
+@dataclass
+class Summed:
+    """What the sums of a step have cost a rank.
+
+    elements: the elements of its gradients that were summed.
+    sent: the bytes that were given to sums, by purpose.
+    """
+
+    elements: int = 0
+    sent: Counter[str] = field(default_factory=Counter)
 
 
 class GradientSums:
     """Sums the gradients of one rank's stages over the ranks with the same stages.
 
     For each window of a stage, `expect` may be called before its last backward, then `begin` after
-    it, and `finish` before the gradients are read.
+    it, and `finish` before the gradients are read, with the version that the step makes.
 
     peers: the other ranks, for errors.
-    summed: the elements of the gradients that were summed since the last `take_counts`.
-    sent: the bytes that were given to sums since then, by purpose.
 
     Arguments:
     shares: the parameters of each stage.
@@ -94,7 +106,7 @@ class GradientSums:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._group, self.peers = group, peers
-        self.summed, self.sent = 0, Counter[str]()
+        self._counts: dict[int, Summed] = defaultdict(Summed)
         self._windows = {
             stage: _Window(make_buckets(share.own, bucket_bytes) if group else [])
             for stage, share in shares.items()
@@ -112,32 +124,30 @@ class GradientSums:
                 for parameter in bucket.parameters:
                     self._follow(parameter, bucket, window)
 
-    def take_counts(self) -> tuple[int, Counter[str]]:
-        """`summed` and `sent`, which begin again."""
-        counts = self.summed, self.sent
-        self.summed, self.sent = 0, Counter()
-        return counts
+    def take_counts(self, version: int) -> Summed:
+        """What was summed for the steps to a version, by all stages."""
+        return self._counts.pop(version, Summed())
 
-    def expect(self, stage: int) -> None:
+    def expect(self, stage: int, version: int = 0) -> None:
         """Call before the stage's last backward: the gradients that it accumulates are final."""
         window = self._windows[stage]
-        window.is_open = True
+        window.is_open, window.version = True, version
         for bucket in window.buckets:
             bucket.missing = len(bucket.parameters)
 
-    def begin(self, stage: int) -> None:
+    def begin(self, stage: int, version: int = 0) -> None:
         """Call when all the stage's own gradients are final."""
         window = self._windows[stage]
         window.is_open = False
         for bucket in window.buckets[window.begun :]:
-            self._begin(bucket)
+            self._begin(bucket, version)
         window.begun = 0
 
-    def finish(self, stage: int) -> None:
+    def finish(self, stage: int, version: int = 0) -> None:
         """Waits until all the stage's gradients are sums, tied parameters included. Raises
         TransportError."""
         for bucket in self._shared[stage]:
-            self._begin(bucket)
+            self._begin(bucket, version)
         for bucket in (*self._windows[stage].buckets, *self._shared[stage]):
             self._finish(bucket)
 
@@ -147,12 +157,12 @@ class GradientSums:
                 return
             bucket.missing -= 1
             while window.begun < len(window.buckets) and not window.buckets[window.begun].missing:
-                self._begin(window.buckets[window.begun])
+                self._begin(window.buckets[window.begun], window.version)
                 window.begun += 1
 
         parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
 
-    def _begin(self, bucket: _Bucket) -> None:
+    def _begin(self, bucket: _Bucket, version: int) -> None:
         """Sends the gradients in one tensor, followed by flags for those that exist."""
         parameters = bucket.parameters
         device, dtype = parameters[0].device, parameters[0].dtype
@@ -165,9 +175,10 @@ class GradientSums:
         ]
         bucket.flat = torch.cat([*parts, torch.tensor(given, device=device, dtype=dtype)])
         bucket.has_all = all(given)
-        self.summed += bucket.flat.numel() - len(given)
+        counts = self._counts[version]
+        counts.elements += bucket.flat.numel() - len(given)
         # Where single stages have replicas, the holders of a tied parameter sum it together.
-        self.sent["replicas" if bucket.group is None else "tied"] += bucket.flat.nbytes
+        counts.sent["replicas" if bucket.group is None else "tied"] += bucket.flat.nbytes
         for parameter in parameters:
             parameter.grad = None  # now in the bucket
         with self._naming_peers():

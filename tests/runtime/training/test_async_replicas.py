@@ -224,9 +224,12 @@ def test_flushes_a_synchronous_start_and_a_short_last_step_are_those_of_one_pipe
     given |= {"samples": 6 * 12 + 7, "remainder": "proportional", "steps": Settings.steps}
     given |= {"micro_batches": 1, "optimizer": "adamw", "clip": 0.5}
     one = train(folders / "mlp", tmp_path / "one", micro_batch_size=12, **given)
-    three = train(folders / "mlp", tmp_path / "three", micro_batch_size=4, replicas=3, **given)
-    assert len(events_of(three, "step")) == 7
+    given |= {"micro_batch_size": 4, "replicas": 3, "ranks": 1}
+    three = train(folders / "mlp", tmp_path / "three", **given)
     assert_same_training(one, three, PlainMlp())
+    # Also where one stage of a rank is a step ahead of the other.
+    elements = sum(weight.numel() for weight in PlainMlp().parameters())
+    assert [line["summed_elements"] for line in events_of(three, "step")] == [elements] * 7
 
 
 SLOW = """
