@@ -146,9 +146,17 @@ def test_batches_of_a_loader_are_divided_into_micro_batches(run: Run) -> None:
     assert len({*alone.of("loss").values()}) == 6
 
 
-def test_replicas_share_out_a_stream(run: Run) -> None:
-    alone = run("stream", "alone", schedule="single")
-    found = run("stream", "found", schedule="ddp", replicas=2)
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ({"schedule": "single"}, {"schedule": "ddp"}),
+        ({"schedule": "2bw", "ranks": 1}, {"schedule": "2bw", "micro_batches": 2, "workers": 1}),
+    ],
+    ids=["ddp", "2bw"],
+)
+def test_replicas_share_out_a_stream(run: Run, one: dict[str, Any], two: dict[str, Any]) -> None:
+    alone = run("stream", "alone", **one)
+    found = run("stream", "found", replicas=2, **two)
     assert found.of("loss") == pytest.approx(alone.of("loss"), rel=1e-5)
 
 
