@@ -17,6 +17,7 @@ LAYERS = (
     "runtime/optimizers",
     "runtime/staleness",
     "runtime/executor",
+    "runtime/freezing",
     "runtime/config",
     "runtime/distributed",
     "runtime/monitoring",

@@ -1,0 +1,145 @@
+"""`--freeze RULE` -> the number of frozen blocks after each event.
+
+    schedule:ALPHA     of the blocks that still train, the share ALPHA freezes at each event:
+                       ceil(L (1 - (1 - ALPHA)^T)) of L blocks after event T (PipeTransformer,
+                       He et al., ICML 2021)
+    3=4,6=8            a table: from event 3 on 4 blocks, from event 6 on 8; also as a TOML file
+
+Frozen blocks stay frozen: no rule gives fewer than before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from ..serialization import Origin, parse_toml, read_text
+from .blocks import FreezeError
+
+TABLE = "table"
+KINDS = ("schedule",)
+FORM = (
+    r"schedule:[0-9.]{1,20}(/[0-9]{1,9})?|[0-9]{1,9}=[0-9]{1,6}(,[0-9]{1,9}=[0-9]{1,6})*|.+\.toml"
+)
+"""The legal texts of a rule."""
+WORDS = "schedule:ALPHA, a table such as 3=4,6=8, or a .toml file"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When blocks freeze.
+
+    kind: the name of the rule
+    share: the share of the blocks that still train, ALPHA
+    table: (event, depth) in ascending order
+    """
+
+    kind: str
+    share: Fraction = Fraction(0)
+    table: tuple[tuple[int, int], ...] = ()
+
+    def depth(self, event: int, blocks: int) -> int:
+        """The number of frozen blocks after an event, counted from 1, of a model with `blocks`.
+
+        >>> [parse_rule("schedule:1/3").depth(event, 12) for event in range(8)]
+        [0, 4, 7, 9, 10, 11, 11, 12]
+        """
+        if self.kind == TABLE:
+            return max((depth for at, depth in self.table if at <= event), default=0)
+        return share_frozen(self.share, event, blocks)
+
+
+def share_frozen(share: Fraction, event: int, blocks: int) -> int:
+    """ceil(L (1 - (1 - a)^T)), without rounding errors.
+
+    >>> [share_frozen(Fraction(1, 2), event, 12) for event in range(6)]
+    [0, 6, 9, 11, 12, 12]
+    """
+    active = Fraction(blocks)
+    for _ in range(event):
+        active *= 1 - share
+        if active < 1:
+            return blocks
+    return blocks - int(active)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far freezing is.
+
+    event: the number of events so far
+    depth: the number of frozen blocks
+    """
+
+    event: int = 0
+    depth: int = 0
+
+    def after(self, rule: Rule, event: int, blocks: int, most: int) -> Progress:
+        """The progress after an event; at most `most` of the blocks freeze."""
+        depth = max(self.depth, min(most, rule.depth(event, blocks)))
+        return replace(self, event=event, depth=depth)
+
+    def to_json(self) -> dict[str, Any]:
+        """Its part of a checkpoint."""
+        return {"event": self.event, "depth": self.depth}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any] | None) -> Progress:
+        """The progress that `to_json` wrote; that of a new run if there is none."""
+        return cls(**state) if state else cls()
+
+
+def parse_rule(text: str) -> Rule:
+    """The rule that a text of `FORM` stands for. Raises FreezeError."""
+    kind, colon, value = text.partition(":")
+    if colon and kind in KINDS:
+        return Rule(kind, share=_share(text, value))
+    entries = [tuple(map(int, entry.split("="))) for entry in text.split(",")]
+    table = tuple(sorted((event, depth) for event, depth in entries))
+    for (event, depth), (later, less) in zip(table, table[1:], strict=False):
+        if later == event or less < depth:
+            raise FreezeError(
+                f"--freeze {text}: {less} blocks at event {later} after {depth} at event {event}, "
+                "but frozen blocks stay frozen.",
+                "Give each event once, with at least as many blocks as before.",
+            )
+    return Rule(TABLE, table=table)
+
+
+def in_full(text: str) -> str:
+    """The text of a rule, with the table of a file in place of its name. Raises FreezeError.
+
+    A file has events as keys and depths as values: `3 = 4`.
+    """
+    if not text.endswith(".toml"):
+        return text
+    path = Path(text)
+    origin = Origin(f"--freeze {path}", FreezeError, "Write lines such as 3 = 4: event = blocks.")
+    if not path.is_file():
+        raise origin.refused(" does not exist.")
+    table = parse_toml(read_text(path, origin), origin)
+    for event, depth in table.items():
+        if not event.isdecimal() or isinstance(depth, bool) or not isinstance(depth, int):
+            raise origin.refused(f" has {event} = {depth}, which is not an event and a depth.")
+        if depth < 0:
+            raise origin.refused(f" freezes {depth} blocks at event {event}.")
+    if not table:
+        raise origin.refused(" is empty.")
+    return ",".join(f"{event}={depth}" for event, depth in table.items())
+
+
+def _share(text: str, value: str) -> Fraction:
+    try:
+        share = Fraction(value)
+    except (ValueError, ZeroDivisionError) as error:
+        raise FreezeError(f"--freeze {text}: {value} is not a number.", "schedule:1/3") from error
+    if not 0 < share < 1:
+        raise FreezeError(
+            f"--freeze {text} freezes {value} of the blocks that train at each event, which is "
+            "not between 0 and 1.",
+            "schedule:1/3",
+        )
+    return share
