@@ -191,8 +191,9 @@ def _measures(record: StepRecord, width: int) -> str:
         "rate": write_rate(record.rate, record.unit),
         "ms": write_ms(record.step_ms),
         "idle": f"idle {write_share(record.idle_share)}",
+        "frozen": f"frozen {record.frozen[0]} of {record.frozen[1]}" if record.frozen else "",
     }
-    for name in ("", "ms", "lr", "norm", "idle", "rate"):  # the least important first
+    for name in ("", "ms", "lr", "norm", "idle", "frozen", "rate"):  # the least important first
         figures.pop(name, None)
         line = "  ".join(filter(None, figures.values()))
         if len(line) <= width:

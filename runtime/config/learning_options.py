@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ..freezing.events import EPOCH
+from ..freezing.rules import FORM as FREEZING_FORM
+from ..freezing.rules import WORDS as FREEZING_RULES
 from ..limits import Choice, Either, Flag, ListOf, Number, Text, Whole, form, path
 from ..optimizers.facts import OPTIMIZERS, defaults_in_words, in_words, that_take
 from ..options import option, required
@@ -288,6 +291,24 @@ class LearningOptions:
         "the built-in mlp]",
         compared=True,
         of_method=True,
+    )
+    freeze: str | None = _learns(
+        None,
+        Text(f"{FREEZING_RULES}", "schedule:1/3", form(FREEZING_FORM)),
+        f"Rule by which the model's blocks stop training, from the first one on: {FREEZING_RULES} "
+        "(see docs/freezing.md). [default: none]",
+    )
+    freeze_every: int | str | None = _learns(
+        None,
+        Either(POSITIVE_STEPS, Choice((EPOCH,))),
+        "Distance between two events of --freeze: epoch, or a number of steps. [default: epoch; a "
+        "loop of your own gives a number]",
+    )
+    freeze_most: int | None = _learns(
+        None,
+        Whole(0, 10**6, 8),
+        "Most blocks that --freeze may freeze. [default: all, or all but the last if nothing "
+        "follows the blocks]",
     )
     ema: float | None = _learns(
         None,

@@ -108,6 +108,13 @@ def describe_memory(options: Settings, plan: Plan) -> str:
     )
 
 
+def describe_average(config: RunConfig, plan: Plan) -> str:
+    """The average of the weights and its memory, as a phrase."""
+    size = sum(stage.memory.gradients for stage in plan.stages)
+    copy = f" ({write_bytes(size)} over all stages)" if size else ""
+    return f"EMA of the weights (--ema {config.ema:g}) is evaluated and saved; one more copy{copy}"
+
+
 def precision_warning(options: ExecutionOptions, plan: Plan) -> str:
     """The warning for a plan with costs of another precision; "" if they match."""
     if not _is_other_precision(options, plan):

@@ -27,6 +27,7 @@ from .asynchronous_options import (
 )
 from .batch_layout import StepBatch, in_words, uses_symbol, with_replicas
 from .execution_options import ExecutionOptions
+from .freezing_options import resolve_freezing
 from .mixed_precision import check_precision, with_recompute
 from .settings import RunConfig, Settings, SettingsError, left_over
 
@@ -96,7 +97,8 @@ def resolve(
         "annealing_steps": _annealing_steps(settings, step["warmup"]),
         "clip_by": _clip_by(settings, step["clip"]),
         "seq": _sequence(settings, plan),
-        **resolve_asynchronous(settings),
+        **(asynchronous := resolve_asynchronous(settings)),
+        **resolve_freezing(settings, plan, data, asynchronous["staleness"]),
         **step,
     }
     config = with_methods(RunConfig(**(asdict(settings) | chosen)), plan)

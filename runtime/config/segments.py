@@ -7,7 +7,7 @@ the start of an asynchronous run, and a short last step, are separate segments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -221,8 +221,11 @@ def _read(path: str, plan: Plan, config: RunConfig) -> Schedule:
     return schedule.compute
 
 
-def segments(config: RunConfig, start: int = 0) -> Iterator[RunSegment]:
-    """The segments of a run after its first `start` steps."""
+def segments(
+    config: RunConfig, start: int = 0, event_after: Callable[[int], int] | None = None
+) -> Iterator[RunSegment]:
+    """The segments of a run after its first `start` steps; a segment ends at the first event after
+    a step, as `event_after` says."""
     every = config.micro_batches
     whole = config.steps - (config.left_over > 0)
     while start < whole:
@@ -231,6 +234,8 @@ def segments(config: RunConfig, start: int = 0) -> Iterator[RunSegment]:
         for often in (config.eval_every, config.flush_every, config.save_every):
             if often:
                 end = min(end, (start // often + 1) * often)
+        if event_after is not None:
+            end = min(end, event_after(start))
         yield RunSegment(range(start, end), every, is_sync)
         start = end
     if config.left_over and start < config.steps:

@@ -166,6 +166,10 @@ class RunConfig(Settings):
         """The staleness methods, joined by +; `none` in a synchronous run."""
         return "none" if self.staleness is None else self.staleness
 
+    def is_logged(self, step: int) -> bool:
+        """True if a line is due after a step."""
+        return step % self.log_every == 0 or step in (1, self.steps)
+
     @property
     def left_over(self) -> int:
         """The samples of a short last step; 0 when all steps are whole."""

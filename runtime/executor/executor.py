@@ -15,7 +15,7 @@ from typing import Unpack, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import PlanError, ScheduleError, TransportError
+from ..errors import PlanError, TransportError
 from ..plan.plan import Plan, verify_evaluates
 from ..rng import GeneratorState, micro_batch_seed
 from ..schedule.schedule import Action, Schedule, shared_delay, split_backwards
@@ -34,7 +34,8 @@ from .run import (
     PipelineRun,
     Program,
     RunOptions,
-    forward_only,
+    check_loss,
+    check_schedule,
     immediate_backward,
     loss_divisors,
     loss_of_stage,
@@ -42,11 +43,11 @@ from .run import (
     needed_inputs,
     numbering,
     output_names,
+    program_of,
     sizes_of_each,
     version_pairs,
     window_ends,
     without,
-    without_steps,
 )
 from .stage import Stage
 from .tied_parameters import SharedGradients, shared_weights
@@ -105,28 +106,45 @@ class Executor:
             raise PlanError(
                 f"rank {transport.rank} was given stages {sorted(stages)} instead of {expected}."
             )
-        self.stages = {
-            j: Stage(
-                stages[j],
-                plan.stages[j],
-                loss_of=loss_of_stage(plan, j, criterion),
-                precision=precision,
-                batch_norm=MiniBatchNorm(stages[j]) if batch_norm_per_step else None,
-                loss_seed=seed if may_draw(criterion) else None,
-            )
-            for j in expected
-        }
-        self.weights = {j: WeightVersions(j, stages[j]) for j in expected}
-        self.binders = {
-            j: WeightBinder(weights, make_staleness(staleness, ema), shared_weights(plan, j))
-            for j, weights in self.weights.items()
-        }
+        self._batch_norms = {j: MiniBatchNorm(stages[j]) for j in expected if batch_norm_per_step}
+        self._methods = staleness, ema
+        self._make_stages({j: stages[j] for j in expected})
         exchanged = replace(plan, shared=()) if self.replicas else plan
         self.shared = SharedGradients(exchanged, stages, self.transport)
         self._model_outputs = output_names(plan)
         self._needed = needed_inputs(plan, expected, criterion=criterion is not None)
         self._draws_numbers = any(stage.draws_numbers for stage in plan.stages)
         self._state_bytes = len(GeneratorState.seeded(self.device, 0, self._draws_numbers).state)
+
+    def _make_stages(self, modules: Mapping[int, nn.Module]) -> None:
+        plan, seed = self.plan, self.seed if may_draw(self.criterion) else None
+        self.stages = {
+            j: Stage(
+                module,
+                plan.stages[j],
+                loss_of=loss_of_stage(plan, j, self.criterion),
+                precision=self.precision,
+                batch_norm=self._batch_norms.get(j),
+                loss_seed=seed,
+            )
+            for j, module in modules.items()
+        }
+        self.weights = {j: WeightVersions(j, module) for j, module in modules.items()}
+        self.binders = {
+            j: WeightBinder(weights, make_staleness(*self._methods), shared_weights(plan, j))
+            for j, weights in self.weights.items()
+        }
+
+    def narrow(self, plan: Plan) -> None:
+        """Continues, between two runs, with the parameters that still require a gradient; `plan` is
+        the same but for the gradients that boundary tensors need."""
+        before, versions = self.binders, self.versions
+        self.plan = plan
+        self._make_stages({j: stage.module for j, stage in self.stages.items()})
+        for j, binder in self.binders.items():
+            self.set_version(j, versions[j])
+            binder.load(before[j].state_for(self.weights[j]))
+        self.shared.forget_frozen()
 
     @property
     def versions(self) -> dict[int, int]:
@@ -233,8 +251,11 @@ class Executor:
         self.transport.close()
 
     def _prepare(self, schedule: Schedule, feed: Feed, options: RunOptions) -> PipelineRun:
-        self._check(schedule, training := options.get("training", True))
-        program = self._program(schedule, options)
+        training = options.get("training", True)
+        check_schedule(schedule, self.replicas or self.rank_of_stage)
+        if training:
+            check_loss(self.plan, self.criterion)
+        program = program_of(schedule, self.transport.rank, options)
         sizes = sizes_of_each(options.get("sizes") or self.plan.sizes, schedule)
         numbers = numbering(schedule, options)
         for binder in self.binders.values() if training else ():
@@ -261,20 +282,6 @@ class Executor:
             losses=options.get("losses", True),
             may=options.get("may"),
         )
-
-    def _program(self, schedule: Schedule, options: RunOptions) -> Program:
-        """This rank's actions, without those that the options leave out."""
-        program = schedule.ranks[self.transport.rank]
-        if not options.get("training", True):
-            return forward_only(program)
-        if options.get("step", True):
-            return program
-        if not schedule.synchronous:
-            raise ScheduleError(
-                f"{schedule.name} steps between its backwards, so it cannot run without steps.",
-                "Choose a synchronous schedule, such as 1f1b.",
-            )
-        return without_steps(program)
 
     def _mailbox(
         self, schedule: Schedule, program: Program, sizes: Sequence[Sizes], options: RunOptions
@@ -411,23 +418,6 @@ class Executor:
             seed = micro_batch_seed(self.seed, micro_batch)
             return GeneratorState.seeded(self.device, seed, self._draws_numbers)
         return GeneratorState(self.device, state, self._draws_numbers)
-
-    def _check(self, schedule: Schedule, training: bool) -> None:
-        wanted, own = (owner.replicas or owner.rank_of_stage for owner in (schedule, self))
-        if wanted != own:
-            raise ScheduleError(
-                f"the schedule puts stages on ranks {wanted}, the pipeline on {own}."
-            )
-        if len(schedule.ranks) > 1 and not schedule.is_lowered:
-            raise ScheduleError(
-                f"the {schedule.name} schedule has no messages.",
-                "Lower it first: lower(schedule, forward_edges(plan), ...).",
-            )
-        if training and self.plan.loss is None and self.criterion is None:
-            raise PlanError(
-                f"{self.plan.name} makes no loss of its own, and no criterion was given.",
-                "Name one with --criterion, such as cross_entropy.",
-            )
 
     def _casts_kept(self, training: bool) -> AbstractContextManager[None]:
         """Casts weights once for all micro-batches between two steps. Not if forwards read copies

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, permutations
+from itertools import count, pairwise, permutations
 from typing import TypeAlias
 
 import torch
@@ -81,7 +81,8 @@ class Mailbox:
         self.transport = transport
         self._in_flight = in_flight
         self._replicas = replicas
-        self._by_index = by_index
+        by_tag = {id(own): {channel.tag: channel for channel in own} for own in by_index}
+        self._by_index = [by_tag[id(own)] for own in by_index]
         self._may = may
         self._here: dict[tuple[Channel, int], Tensor] = {}
         self._posted: dict[tuple[Channel, int], Handle] = {}
@@ -286,16 +287,18 @@ def plan_channels(
     state_bytes: int,
     dtypes: BoundaryDtypes,
 ) -> tuple[Channel, ...]:
-    """All channels of a plan at the given sizes; each one's tag is its position.
+    """All channels of a plan at the given sizes. A tag stays the same when boundary tensors need no
+    gradient any more.
 
     `shared_specs` gives dtype and shape of the shared parameters that this rank holds, by their
     first name. `dtypes` says what boundary tensors are.
     """
     channels: list[Channel] = []
+    tags = count()
 
     def add(kind: ChannelKind, name: str, source: int, target: int, spec: _Spec) -> None:
         ranks = rank_of_stage[source], rank_of_stage[target]
-        channels.append(Channel(kind, name, source, target, *ranks, len(channels), *spec))
+        channels.append(Channel(kind, name, source, target, *ranks, next(tags), *spec))
 
     for boundary, target in _crossings(plan):
         tensor = boundary.tensor
@@ -305,6 +308,8 @@ def plan_channels(
         add("activation", tensor.name, boundary.source, target, spec)
         if tensor.requires_grad:
             add("gradient", tensor.name, target, boundary.source, spec)
+        else:
+            next(tags)
     for source, target in _drawing_edges(plan):
         add("activation", GENERATOR_STATE, source, target, (torch.uint8, (state_bytes,)))
     for shared in plan.shared:

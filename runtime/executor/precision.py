@@ -133,14 +133,7 @@ def dtypes_under(
 ) -> dict[str, torch.dtype]:
     """The dtype of every boundary tensor, found by running all stages on fake tensors. Raises
     PlanError if a stage cannot run on these."""
-    device = torch.device(precision.device_type)
-    values: dict[str, Any] = {}
-    # The inner mode comes first: reads of values never reach the fake tensors.
-    no_values = _NoValues()  # type: ignore[no-untyped-call]
-    with FakeTensorMode(allow_non_fake_inputs=True), device, no_values, SkipRandomInit():
-        for tensor in plan.inputs:
-            dtype = getattr(torch, tensor.dtype)
-            values[tensor.name] = torch.empty(tensor.resolve(plan.sizes), dtype=dtype)
+    with running_on_fake_tensors(plan, precision.device_type) as values:
         for spec, build in zip(plan.stages, stages, strict=True):
             try:
                 with precision.computing():
@@ -153,6 +146,20 @@ def dtypes_under(
                 ) from error
     names = {boundary.tensor.name for boundary in plan.boundaries}
     return {name: values[name].dtype for name in sorted(names)}
+
+
+@contextmanager
+def running_on_fake_tensors(plan: Plan, device_type: str = "cpu") -> Iterator[dict[str, Any]]:
+    """Inside, stages are built and run on fake tensors; yields those of the model's inputs by
+    name."""
+    # The inner mode comes first: reads of values never reach the fake tensors.
+    no_values = _NoValues()  # type: ignore[no-untyped-call]
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, torch.device(device_type), no_values, SkipRandomInit():
+        yield {
+            tensor.name: torch.empty(tensor.resolve(plan.sizes), dtype=getattr(torch, tensor.dtype))
+            for tensor in plan.inputs
+        }
 
 
 class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -215,6 +215,44 @@ def without(program: Program, micro_batches: Collection[int]) -> Program:
     )
 
 
+def program_of(schedule: Schedule, rank: int, options: RunOptions) -> Program:
+    """The actions of a rank, without those that the options leave out. Raises ScheduleError."""
+    program = schedule.ranks[rank]
+    if not options.get("training", True):
+        return forward_only(program)
+    if options.get("step", True):
+        return program
+    if not schedule.synchronous:
+        raise ScheduleError(
+            f"{schedule.name} steps between its backwards, so it cannot run without steps.",
+            "Choose a synchronous schedule, such as 1f1b.",
+        )
+    return without_steps(program)
+
+
+def check_schedule(schedule: Schedule, places: Sequence[object]) -> None:
+    """Raises ScheduleError for a schedule of stages in other places, or without messages."""
+    wanted = schedule.replicas or schedule.rank_of_stage
+    if wanted != places:
+        raise ScheduleError(
+            f"the schedule puts stages on ranks {wanted}, the pipeline on {places}."
+        )
+    if len(schedule.ranks) > 1 and not schedule.is_lowered:
+        raise ScheduleError(
+            f"the {schedule.name} schedule has no messages.",
+            "Lower it first: lower(schedule, forward_edges(plan), ...).",
+        )
+
+
+def check_loss(plan: Plan, criterion: Criterion | None) -> None:
+    """Raises PlanError where neither the model nor a criterion makes a loss."""
+    if plan.loss is None and criterion is None:
+        raise PlanError(
+            f"{plan.name} makes no loss of its own, and no criterion was given.",
+            "Name one with --criterion, such as cross_entropy.",
+        )
+
+
 def version_pairs(
     program: Program, versions: Mapping[int, int], numbers: Numbering
 ) -> dict[tuple[int, int], VersionPair]:

@@ -149,6 +149,18 @@ class SharedGradients:
         for key in list(self._posted):
             self._arrived[key] = yield from take(self.transport, self._posted.pop(key))
 
+    def forget_frozen(self) -> None:
+        """Drops what is left over for parameters that no longer need a gradient."""
+        for stage, tied in self._tied.items():
+            for shared, parameter in tied:
+                name = shared.names[0]
+                if parameter.requires_grad or not self._windows.pop((name, stage), None):
+                    continue
+                for arrived in [key for key in self._arrived if key[0] == name]:
+                    del self._arrived[arrived]
+                for summed in [key for key in self._summed if key[0] == name]:
+                    del self._summed[summed]
+
     def state(self) -> dict[tuple[str, int], Tensor]:
         """The sums, by first name and window, that are left over for the next segment; those of
         parameters of which this rank has the first holder. After a drain."""

@@ -106,6 +106,14 @@ class WeightBinder:
             for part, tensors in method.state(self.weights).items()
         }
 
+    def state_for(self, weights: WeightVersions) -> State:
+        """The state for a run in which fewer weights train, which are all that it has then."""
+        return {
+            part: kept
+            for part, tensors in (self._to_load or self.state()).items()
+            if (kept := {name: tensors[name] for name in tensors if name in weights.live})
+        }
+
     def load(self, state: State) -> None:
         """Restores a `state` when the next segment begins, because the methods know their context
         only then."""

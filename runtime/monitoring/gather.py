@@ -13,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import math
 import queue
+import resource
+import sys
 import threading
 import time
 from collections import deque
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..distributed.process_groups import World
 from ..errors import TransportError
@@ -250,3 +252,17 @@ def _ask(world: World, clock: Callable[[], float]) -> float:
         got_s = clock()
         answers.append((got_s - asked_s, float(content) - (asked_s + got_s) / 2))
     return min(answers)[1]
+
+
+def base_bytes(modules: Mapping[int, nn.Module]) -> float:
+    """The peak memory of this process without the tensors of these modules."""
+    loaded = [tensor for module in modules.values() for tensor in module.state_dict().values()]
+    return max(0.0, peak_memory_bytes() - sum(int(each.nbytes) for each in loaded))
+
+
+def peak_memory_bytes() -> float:
+    """The peak memory of this process, or of its GPU."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)

@@ -99,6 +99,7 @@ class StepRecord:
     base_bytes_by_rank: the part of it from before its stages were loaded.
     action_ms: milliseconds of one action of a kind (F, B, W, and S for the optimizer step) at each
         stage.
+    frozen: the number of blocks that do not train, and of all; None without --freeze.
     """
 
     step: int
@@ -129,6 +130,7 @@ class StepRecord:
     mem_bytes_by_rank: tuple[int, ...] = ()
     base_bytes_by_rank: tuple[int, ...] = ()
     action_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    frozen: tuple[int, int] | None = None
 
     @property
     def idle_share(self) -> float:
@@ -150,8 +152,9 @@ class StepRecord:
         if not any(self.exchange_s):
             del record["summed_elements"], record["syncs_per_s"]
             record = {name: record[name] for name in record if not name.startswith("exchange")}
-        if not self.sent_bytes:
-            del record["sent_bytes"]
+        for name in ("sent_bytes", "frozen"):
+            if not record[name]:
+                del record[name]
         if self.epoch_per_s is None:
             del record["epoch_per_s"]
         record["action_ms"] = {

@@ -46,7 +46,6 @@ class Checkpoints:
     def __init__(
         self,
         config: RunConfig,
-        rank: Rank,
         saver: Saver,
         activities: Activities,
         *,
@@ -54,7 +53,7 @@ class Checkpoints:
         length: int,
         first_step: int,
     ) -> None:
-        self._config, self._rank, self._saver = config, rank, saver
+        self._config, self._saver = config, saver
         self._activities, self._unused, self._length = activities, unused, length
         self._saved = first_step
 
@@ -66,6 +65,7 @@ class Checkpoints:
 
     def save(
         self,
+        rank: Rank,
         step: int,
         *,
         samples: int,
@@ -80,7 +80,7 @@ class Checkpoints:
             return
         self._saved = step
         self._saver.finish()
-        rank, world = self._rank, self._rank.world
+        world = rank.world
         with self._activities.during(Activity("writing", "copies its state for a checkpoint")):
             part = CheckpointPart(weights_of(rank, self._unused), state_of(rank))
         facts = Facts(

@@ -133,14 +133,19 @@ def gather_outputs(
     return rebuilt(plan.outputs, joined, {**plan.sizes, **sizes[0], "batch": sum(samples)})
 
 
+_NOTHING_TRAINS = 2
+
+
 def check_alike(
-    given: GivenBatch, step: int, world: World, calls: Calls, *, has_optimizer: bool
+    given: GivenBatch, step: int, world: World, calls: Calls, *, has_optimizer: bool | None
 ) -> None:
     """Compares the calls, batches and optimizers of all ranks at the first step and at every power
-    of two. Raises CallError, DataError or SettingsError where they differ."""
+    of two; `has_optimizer` is None for a rank on which nothing trains. Raises CallError, DataError
+    or SettingsError where they differ."""
     if step & (step - 1):
         return
-    own = calls.number.to_bytes(8, "big") + bytes([has_optimizer]) + given.digest()
+    answer = _NOTHING_TRAINS if has_optimizer is None else int(has_optimizer)
+    own = calls.number.to_bytes(8, "big") + bytes([answer]) + given.digest()
     of_ranks = world.gathered(own)
     calls.check_alike([int.from_bytes(of_rank[:8], "big") for of_rank in of_ranks])
     for rank, of_rank in enumerate(of_ranks):
@@ -152,7 +157,7 @@ def check_alike(
                 "generator=torch.Generator().manual_seed(0)), and use no DistributedSampler.",
             )
     without = [str(rank) for rank, of_rank in enumerate(of_ranks) if not of_rank[8]]
-    if 0 < len(without) < world.ranks:
+    if without and any(of_rank[8] == 1 for of_rank in of_ranks):
         raise SettingsError(
             f"the optimizer is given at step {step + 1} on some ranks, but not on rank "
             f"{', '.join(without)}, whose weights would stay as they are.",

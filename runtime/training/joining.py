@@ -52,6 +52,9 @@ class PipelineKeywords(TypedDict, total=False):
     warmup: int | None
     decay: str | None
     final_lr_ratio: float | None
+    freeze: str | None
+    freeze_every: int | str | None
+    freeze_most: int | None
     clip: float | None
     clip_by: str | None
     batch_norm: str

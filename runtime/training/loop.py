@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..checkpoint.contents import Rank
 from ..checkpoint.resuming import how_to_go_on
 from ..checkpoint.saving import Saver
+from ..config.freezing_options import events_of
 from ..config.segments import RunSegment, segments
 from ..config.settings import RunConfig
 from ..control.callbacks import Callbacks, Patience, Request, agreed
@@ -135,6 +135,8 @@ class _Run:
             tell=self._rescheduled,
             resumed=checkpoint.facts.schedule if checkpoint else None,
         )
+        stages.events = events_of(config, self._trainer.batch, self._trainer.agreement.length)
+        self._show_frozen()
         check_tokens(setup, self._modules)
         self._checkpoints = self._resume()
 
@@ -160,7 +162,9 @@ class _Run:
         config, steps_made = self._config, self._setup.start
         self._gather.start(config.steps - steps_made)
         is_over = self._is_patience_over(steps_made)
-        for segment in segments(config, steps_made):
+        events = self._trainer.stages.events
+        event_after = events.next if events else None
+        for segment in segments(config, steps_made, event_after):
             if is_over or not self._stopping.may(segment.steps.start + 1):
                 break
             steps_made = self._make(segment)
@@ -182,8 +186,9 @@ class _Run:
             self._stop(steps_made)
 
     def _act(self, step: int) -> bool:
-        """Evaluates and saves after a step where that is due or asked for; returns True if the run
-        ends there."""
+        """Freezes blocks, evaluates and saves after a step where that is due or asked for; returns
+        True if the run ends there."""
+        self._freeze(step)
         config, request = self._config, self._requested(step)
         is_due = self._checkpoints.is_due(step)
         is_evaluated = request.evaluate or (config.eval_every and step % config.eval_every == 0)
@@ -198,6 +203,23 @@ class _Run:
         if request.stop:
             self._note("ended", f"by --callbacks after step {step} of {config.steps}")
         return request.stop or self._is_patience_over(step)
+
+    def _freeze(self, step: int) -> None:
+        """Freezes blocks after a step with an event, as the rule says."""
+        stages = self._trainer.stages
+        if (event := stages.event_at(step)) is None:
+            return
+        self._drain(step)
+        with self._activities.during(Activity("other", "freezes blocks")):
+            has_changed = stages.freeze(event, step)
+        if has_changed and stages.freezing is not None:
+            self._steps.narrow(stages.plan)
+            self._show_frozen()
+            self._note("frozen", f"{stages.freezing.describe()}, after step {step}")
+
+    def _show_frozen(self) -> None:
+        if self._watch is not None and (freezing := self._trainer.stages.freezing) is not None:
+            self._watch.frozen = freezing.progress.depth, len(freezing.blocks)
 
     def _requested(self, step: int) -> Request:
         """What callbacks ask for after a step, the same on all ranks, with the learning rate
@@ -309,16 +331,8 @@ class _Run:
     def _resume(self) -> Checkpoints:
         """Restores the checkpoint if there is one; returns the writer of later checkpoints."""
         setup, config, checkpoint = self._setup, self._config, self._setup.checkpoint
-        rank = Rank(
-            self._plan,
-            self._world,
-            self._modules,
-            self._executor,
-            self._stepper.optimizers,
-            config.is_async,
-        )
         if checkpoint is not None:
-            resume(rank, checkpoint, config, self._stepper)
+            resume(self._trainer.stages.as_rank(), checkpoint, config, self._stepper)
             self._set_lr_factor(self._stepper.lr_factor)
             if (state := checkpoint.facts.trainer.get("patience")) is not None:
                 self._patience = Patience.of(state)
@@ -338,7 +352,6 @@ class _Run:
         )
         return Checkpoints(
             config,
-            rank,
             saver,
             self._activities,
             unused=self._unused,
@@ -353,11 +366,13 @@ class _Run:
         self._compare_shared()
         evaluated = self._evaluated
         self._checkpoints.save(
+            self._trainer.stages.as_rank(),
             step,
             samples=self._trainer.batch.position(step),
             schedule=self._steps.text_after(step),
             trainer=self._stepper.state()
             | self._trainer.state()
+            | self._trainer.stages.state()
             | {"patience": self._patience.state()},
             evaluation=evaluated.loss if evaluated and evaluated.step == step else None,
             seconds=self._watch.elapsed_s if self._watch else 0.0,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
@@ -22,7 +20,7 @@ from ..distributed.equality import held_parameters
 from ..distributed.process_groups import World
 from ..executor.instrumented import ActionObserver, Activities, Activity, Kind, Spent
 from ..executor.weight_binding import Gap
-from ..monitoring.gather import RankFigures, figures_of
+from ..monitoring.gather import RankFigures, base_bytes, figures_of, peak_memory_bytes
 from ..optimizers.loss_scale import LossScale
 from ..optimizers.param_groups import hidden_matrices
 from ..optimizers.soap import refresh_periods
@@ -92,28 +90,12 @@ class OptimizerStepper(ActionObserver):
         self._config, self._world = config, world
         self._report, self._lr_scale = report, lr_scale
         self._stages = len(plan.stages)
-        self._parameters = {j: list(module.parameters()) for j, module in modules.items()}
-        self._share = {j: share_of(plan, j, module) for j, module in modules.items()}
-        self._sums = gradient_sums(
-            self._share, held_parameters(plan, modules, world), world, gradient_group
+        self._plan, self._modules, self._own = plan, modules, own
+        self._gradient_group = gradient_group
+        self._refresh_periods = refresh_periods(
+            delays or [0] * len(plan.stages), config.refresh_every or 1
         )
-        self._norms: StageNorms | None = None
-        if config.is_async and config.clip:
-            self._norms = StageNorms(config, world, self._stages, self._share, self.activities)
-        periods = refresh_periods(delays or [0] * len(plan.stages), config.refresh_every or 1)
-        self._optimizers: dict[int, StageSteps] = {
-            j: StageView(module, own, self._share[j].shared_by_name)
-            if own is not None
-            else StageOptimizer(
-                module,
-                config,
-                hidden=hidden_matrices(plan, j, module),
-                shared=self._share[j].shared_by_name if config.is_async else None,
-                refresh_every=periods[j],
-                clip_factor=partial(self._norms.expected_factor, j) if self._norms else None,
-            )
-            for j, module in modules.items()
-        }
+        self._make_optimizers()
         self._scale = None if config.loss_scale is None else LossScale(config.loss_scale)
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._set_batch(StepBatch.of(config), 0)
@@ -130,7 +112,45 @@ class OptimizerStepper(ActionObserver):
         self._finite = Finite(config, has_own=own is not None)
         self._is_skipped = False
         self._optimizer_s = 0.0
-        self._base_bytes = _base_bytes(modules)
+        self._base_bytes = base_bytes(modules)
+
+    def _make_optimizers(self) -> None:
+        plan, config, world, modules = self._plan, self._config, self._world, self._modules
+        self._parameters = {j: list(module.parameters()) for j, module in modules.items()}
+        self._share = {j: share_of(plan, j, module) for j, module in modules.items()}
+        self._sums = gradient_sums(
+            self._share, held_parameters(plan, modules, world), world, self._gradient_group
+        )
+        self._norms: StageNorms | None = None
+        if config.is_async and config.clip:
+            self._norms = StageNorms(config, world, self._stages, self._share, self.activities)
+        self._optimizers: dict[int, StageSteps] = {
+            j: StageView(module, self._own, self._share[j].shared_by_name)
+            if self._own is not None
+            else StageOptimizer(
+                module,
+                config,
+                hidden=hidden_matrices(plan, j, module),
+                shared=self._share[j].shared_by_name if config.is_async else None,
+                refresh_every=self._refresh_periods[j],
+                clip_factor=partial(self._norms.expected_factor, j) if self._norms else None,
+            )
+            for j, module in modules.items()
+        }
+
+    def narrow(self, step: int) -> None:
+        """Continues after a step with the parameters that still require a gradient; drops the
+        optimizer state of the others. Collective."""
+        before, state = self._optimizers, self.state()
+        if self._sums is not None:
+            self._sums.close()
+        self._make_optimizers()
+        for stage, optimizer in self._optimizers.items():
+            trained = [each for each in self._parameters[stage] if each.requires_grad]
+            optimizer.load({each: before[stage].state_of(each) for each in trained}, step)
+        self.load(state)
+        if self._own is not None:
+            self._own.forget_frozen()
 
     @property
     def optimizers(self) -> Mapping[int, StageSteps]:
@@ -225,7 +245,7 @@ class OptimizerStepper(ActionObserver):
             self._passages[entry.backward_version + 1].append(replace(entry, micro_batch=own))
 
     def wants_gap(self, version: int) -> bool:
-        return self._config.is_async and is_logged(version, self._config)
+        return self._config.is_async and self._config.is_logged(version)
 
     def on_gap(self, stage: int, version: int, gap: Gap) -> None:
         self._gaps[version].append(gap)
@@ -376,7 +396,7 @@ class OptimizerStepper(ActionObserver):
         return bool(self._config.clip) or self._scale is not None
 
     def _norm_is_wanted(self, version: int) -> bool:
-        return bool(self._config.clip) or is_logged(version, self._config)
+        return bool(self._config.clip) or self._config.is_logged(version)
 
     def _finish_step(self, version: int) -> None:
         spent, sent = self.activities.take(), self.activities.take_sent()
@@ -402,7 +422,7 @@ class OptimizerStepper(ActionObserver):
                 loss=self._finite.loss * self._part if losses else math.nan,
                 squared_norm=sum(squares, 0.0) if is_known else math.nan,
                 optimizer_s=self._optimizer_s,
-                mem_bytes=_peak_memory_bytes(),
+                mem_bytes=peak_memory_bytes(),
                 base_bytes=self._base_bytes,
                 loss_scale=self.loss_scale,
                 skipped=self._scale.skipped if self._scale else 0,
@@ -426,21 +446,3 @@ def _mean(losses: list[tuple[Tensor, int]]) -> float:
     values = torch.stack([loss for loss, _ in losses]).double().cpu()
     shares = torch.tensor([samples / losses[0][1] for _, samples in losses], dtype=values.dtype)
     return float((values * shares).sum() / shares.sum())
-
-
-def is_logged(step: int, config: RunConfig) -> bool:
-    """True if a line is due after this step."""
-    return step % config.log_every == 0 or step in (1, config.steps)
-
-
-def _base_bytes(modules: Mapping[int, nn.Module]) -> float:
-    """The peak memory of this process without the tensors of these modules."""
-    loaded = [tensor for module in modules.values() for tensor in module.state_dict().values()]
-    return max(0.0, _peak_memory_bytes() - sum(int(each.nbytes) for each in loaded))
-
-
-def _peak_memory_bytes() -> float:
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else peak * 1024)

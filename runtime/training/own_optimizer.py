@@ -64,6 +64,13 @@ class OwnOptimizer:
         for parameter in self._before:
             parameter.grad = None
 
+    def forget_frozen(self) -> None:
+        """Drops the optimizer's state of parameters that no longer need a gradient."""
+        if self.optimizer is not None:
+            for parameter in list(self.optimizer.state):
+                if not parameter.requires_grad:
+                    del self.optimizer.state[parameter]
+
     def leave_gradients(self) -> None:
         """Leaves the gradients of a step that had no optimizer, added to those before."""
         if self.optimizer is not None:

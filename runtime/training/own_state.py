@@ -26,6 +26,9 @@ from ..plan.plan import Plan
 from ..serialization import Origin, parse_json, read_text
 from ..tensor_files import dtype_of
 
+_LONGEST = 128
+"""The bytes of the name of an optimizer."""
+
 
 def full_state(plan: Plan, own: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     """The tensors of all ranks on rank 0, in the order of the original's state_dict; tied ones
@@ -99,9 +102,9 @@ def load_own(folder: Path, rank: Rank) -> dict[str, Any]:
     """
     origin = Origin(str(folder / LOOP_FACTS), CheckpointError, "Give a folder that save() wrote.")
     facts = parse_json(read_text(folder / LOOP_FACTS, origin), origin, finite=False)
-    if not isinstance(facts, dict) or not {*loop_facts(rank, 0, 0, None)} <= facts.keys():
-        raise CheckpointError(f"{folder} is not a saved pipeline.", "Give one that save() wrote.")
     now = loop_facts(rank, 0, 0, None)
+    if not isinstance(facts, dict) or not now.keys() <= facts.keys():
+        raise CheckpointError(f"{folder} is not a saved pipeline.", "Give one that save() wrote.")
     if now["optimizer"] not in (None, facts["optimizer"]):
         raise CheckpointError(
             f"{folder} has the state of {facts['optimizer']}, and the optimizer is "
@@ -128,17 +131,16 @@ def load_own(folder: Path, rank: Rank) -> dict[str, Any]:
 
 
 def loop_facts(rank: Rank, steps: int, micro_batches: int, extra: Any) -> dict[str, Any]:
-    """The facts of a saved pipeline, in addition to its tensors."""
-    optimizers = [
-        of_stage.optimizer
-        for of_stage in rank.optimizers.values()
-        if of_stage.optimizer is not None
-    ]
+    """The facts of a saved pipeline, in addition to its tensors. Collective: a rank on which
+    nothing trains has no optimizer."""
+    own = {type(each.optimizer).__name__ for each in rank.optimizers.values() if each.optimizer}
+    names = rank.world.gathered("".join(own).encode()[:_LONGEST].ljust(_LONGEST))
+    optimizers = [text for name in names if (text := name.decode(errors="replace").strip())]
     return {
         "steps": steps,
         "micro_batches": micro_batches,
         "stages": len(rank.plan.stages),
         "asynchronous": rank.is_async,
-        "optimizer": type(optimizers[0]).__name__ if optimizers else None,
+        "optimizer": optimizers[0] if optimizers else None,
         "extra": extra,
     }

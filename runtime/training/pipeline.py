@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..checkpoint.contents import Rank
 from ..config.batch_layout import StepBatch
+from ..config.freezing_options import events_of
 from ..config.segments import RunSegment, segments
 from ..config.settings import SettingsError
 from ..data.given import GivenBatch, split_batch
+from ..data.streams import UNKNOWN_LENGTH
 from ..distributed.calls import Calls
 from ..distributed.process_groups import SharedStore, leave
 from ..errors import DataError
@@ -70,9 +71,9 @@ class Pipeline(TrainedStages):
         target, or a name as of --criterion.
     trust: the folder's code may run although it was generated elsewhere.
     options: options of asyncpipe-train by name: schedule, micro_batches, ranks, replicas,
-        staleness, clip, precision, device, transport, seed, .. With `optimizer` and `lr`, `step`
-        and `stream` use that built-in optimizer, whose schedule of the learning rate ends after
-        `steps`.
+        staleness, clip, freeze, precision, device, transport, seed, .. With `optimizer` and `lr`,
+        `step` and `stream` use that built-in optimizer, whose schedule of the learning rate ends
+        after `steps`.
 
     The rank, and the address of rank 0, come from the environment, as torchrun, srun and mpirun set
     it, or from a process group that exists already; without either this process runs all stages.
@@ -102,6 +103,7 @@ class Pipeline(TrainedStages):
         self._forward_like = setup.schedule
         self._own = None if "optimizer" in options else OwnOptimizer()
         super().__init__(setup, self._made_step, own=self._own)
+        self.events = events_of(self.config, StepBatch.of(self.config), UNKNOWN_LENGTH)
         self._made: deque[StepResult] = deque()
         self._last = StepResult(0)
         self._steps = self._micro_batches = self._streams = 0
@@ -159,6 +161,7 @@ class Pipeline(TrainedStages):
     def _step(self, given: GivenBatch, *, outputs: bool) -> StepResult:
         world, start = self._world, self._steps
         self._last.verify()
+        self.freeze_due(self._steps)
         in_replica = len(given.parts) // world.replicas
         check_alike(given, start, world, self._calls, has_optimizer=self._has_optimizer)
         own = slice(world.replica * in_replica, (world.replica + 1) * in_replica)
@@ -249,10 +252,13 @@ class Pipeline(TrainedStages):
         )
         is_left = False
         with gate:
-            for segment in segments(replace(self.config, steps=start + steps), start):
+            event_after = self.events.next if self.events else None
+            config = replace(self.config, steps=start + steps)
+            for segment in segments(config, start, event_after):
                 begin = segment.steps.start
                 if not gate.may(begin + 1):
                     break
+                self.freeze_due(self._steps)
                 for _ in self._segment(segment, feed, batch, gate):
                     while self._made and not is_left:
                         try:
@@ -370,9 +376,9 @@ class Pipeline(TrainedStages):
         self._calls.check()
         if optimizer is not None:
             self._use(optimizer, None)
-        rank = self._as_rank()
-        facts = loop_facts(rank, self._steps, self._micro_batches, extra)
+        rank = self.as_rank()
         with self._calls.during("save", breaks=False):
+            facts = loop_facts(rank, self._steps, self._micro_batches, extra) | self.state()
             save_own(Path(folder), rank, self._unused, facts)
 
     def load(self, folder: str | Path, *, optimizer: Optimizer | None = None) -> Any:
@@ -384,7 +390,8 @@ class Pipeline(TrainedStages):
         self._calls.check()
         self._use(optimizer, None)
         with self._calls.during("load", breaks=False):
-            facts = load_own(Path(folder), self._as_rank())
+            facts = load_own(Path(folder), self.as_rank())
+            self.restore(facts, facts["steps"])
         self._steps, self._micro_batches = facts["steps"], facts["micro_batches"]
         return facts["extra"]
 
@@ -403,16 +410,6 @@ class Pipeline(TrainedStages):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
             self.close()
-
-    def _as_rank(self) -> Rank:
-        return Rank(
-            self.plan,
-            self._world,
-            self.modules,
-            self.executor,
-            self.stepper.optimizers,
-            self.config.is_async,
-        )
 
     def _split(self, batch: Any, *, target: bool | None = None) -> GivenBatch:
         if target is None:
@@ -438,10 +435,11 @@ class Pipeline(TrainedStages):
             )
 
     @property
-    def _has_optimizer(self) -> bool:
-        """True if the weights of this rank are stepped, if it has any."""
-        has_weights = any(parameter.requires_grad for parameter in self.parameters())
-        return self._own is None or self._own.optimizer is not None or not has_weights
+    def _has_optimizer(self) -> bool | None:
+        """True if the weights of this rank are stepped; None if it has none that train."""
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            return None
+        return self._own is None or self._own.optimizer is not None
 
     def _made_step(self, figures: RankFigures) -> None:
         """Called when this rank has completed a step."""

@@ -79,6 +79,11 @@ class Remeasuring:
         if self._is_wanted:
             self.current = lowered(plan, with_whole_backwards(first.compute), check=False)
 
+    def narrow(self, plan: Plan) -> None:
+        """Continues with a plan in which fewer boundary tensors need a gradient."""
+        self._plan = plan
+        self.current = lowered(plan, self.current.compute, check=False)
+
     def text_after(self, step: int) -> str:
         """The schedule with which a run resumed after a step continues: the newest that is not only
         for measurements; "" if it follows from the settings."""

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..distributed.equality import TiedParameter
 from ..distributed.process_groups import World
@@ -119,10 +120,17 @@ class GradientSums:
             ]
             for stage, share in shares.items()
         }
-        for window in self._windows.values():
-            for bucket in window.buckets:
-                for parameter in bucket.parameters:
-                    self._follow(parameter, bucket, window)
+        self._hooks = [
+            self._follow(parameter, bucket, window)
+            for window in self._windows.values()
+            for bucket in window.buckets
+            for parameter in bucket.parameters
+        ]
+
+    def close(self) -> None:
+        """Lets go of the parameters, between two steps."""
+        for hook in self._hooks:
+            hook.remove()
 
     def take_counts(self, version: int) -> Summed:
         """What was summed for the steps to a version, by all stages."""
@@ -151,7 +159,7 @@ class GradientSums:
         for bucket in (*self._windows[stage].buckets, *self._shared[stage]):
             self._finish(bucket)
 
-    def _follow(self, parameter: nn.Parameter, bucket: _Bucket, window: _Window) -> None:
+    def _follow(self, parameter: nn.Parameter, bucket: _Bucket, window: _Window) -> RemovableHandle:
         def accumulated(_: Tensor) -> None:
             if not window.is_open:
                 return
@@ -160,7 +168,10 @@ class GradientSums:
                 self._begin(window.buckets[window.begun], window.version)
                 window.begun += 1
 
-        parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            accumulated
+        )
+        return handle
 
     def _begin(self, bucket: _Bucket, version: int) -> None:
         """Sends the gradients in one tensor, followed by flags for those that exist."""
@@ -253,30 +264,36 @@ def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
 
 @contextmanager
 def first_buffers(modules: Mapping[int, nn.Module], world: World) -> Iterator[None]:
-    """Within it, this rank's stages have the buffers of the first rank with the same stages.
+    """Inside, the stages of a replica have the buffers of the first rank with the same stages.
     Collective among these ranks."""
-    buffers = [buffer for module in modules.values() for buffer in module.buffers()]
-    if world.data_parallel_group is None or not buffers:
-        yield
-        return
-    content = torch.cat([_bytes(buffer) for buffer in buffers])
-    own = content.clone()
-    first = world.grid.copies_of(world.rank)[0]
-    dist.broadcast(content, src=first, group=world.data_parallel_group)
-    _put(content, buffers)
+    own = [buffer.clone() for buffer in _buffers(modules)] if world.data_parallel_group else []
+    share_buffers(modules, world)
     try:
         yield
     finally:
-        _put(own, buffers)
+        for buffer, value in zip(_buffers(modules), own, strict=False):
+            buffer.copy_(value)
+
+
+@torch.no_grad()
+def share_buffers(modules: Mapping[int, nn.Module], world: World) -> None:
+    """Gives the stages of a replica the buffers of the first rank with the same stages. Collective
+    among these ranks."""
+    buffers = _buffers(modules)
+    if world.data_parallel_group is None or not buffers:
+        return
+    content = torch.cat([_bytes(buffer) for buffer in buffers])
+    first = world.grid.copies_of(world.rank)[0]
+    dist.broadcast(content, src=first, group=world.data_parallel_group)
+    parts = torch.split(content, [buffer.nbytes for buffer in buffers])
+    for buffer, part in zip(buffers, parts, strict=True):
+        # A copy is aligned for every dtype.
+        buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def _buffers(modules: Mapping[int, nn.Module]) -> list[Tensor]:
+    return [buffer for module in modules.values() for buffer in module.buffers()]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8).cpu()
-
-
-def _put(content: Tensor, buffers: list[Tensor]) -> None:
-    parts = torch.split(content, [buffer.nbytes for buffer in buffers])
-    with torch.no_grad():
-        for buffer, part in zip(buffers, parts, strict=True):
-            # A copy is aligned for every dtype.
-            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))

@@ -19,7 +19,13 @@ from ..config.asynchronous_options import (
     steps_of_start,
 )
 from ..config.batch_layout import describe_stages, in_words
-from ..config.mixed_precision import describe_memory, describe_precision, precision_warning
+from ..config.freezing_options import describe_freezing
+from ..config.mixed_precision import (
+    describe_average,
+    describe_memory,
+    describe_precision,
+    precision_warning,
+)
 from ..config.resolve import batch_identity, costs_at_sizes
 from ..config.segments import make_segment, waiting_stages
 from ..config.settings import RunConfig
@@ -30,7 +36,7 @@ from ..distributed.placement import describe_placement, describe_ranks, placemen
 from ..distributed.ranks import grid_of
 from ..executor.precision import BoundaryDtypes
 from ..executor.run import needed_inputs
-from ..formatting import counted, write_bytes, write_ms, write_share
+from ..formatting import counted, write_ms, write_share
 from ..monitoring.idle import simulated_step, split_of_run
 from ..monitoring.records import EvalRecord, PredictedStep, Reporter, StartRecord, Summary
 from ..monitoring.trace import Tracing
@@ -176,14 +182,14 @@ def announce(
     if placed := describe_placement(plan, schedule, machine):
         facts.insert(2, ("placement", placed))
     if config.ema is not None:
-        facts.append(("average", _describe_average(config, plan)))
+        facts.append(("average", describe_average(config, plan)))
+    if config.freeze is not None:
+        facts.append(("freezing", describe_freezing(config, plan)))
     if precision := describe_precision(config, plan, dtypes):
         facts.append(("precision", precision))
     if forecast is not None:
-        text = (
-            f"{write_ms(forecast.step_ms)} per step without the optimizer, "
-            f"{write_share(forecast.idle_share)} idle"
-        )
+        idle = write_share(forecast.idle_share)
+        text = f"{write_ms(forecast.step_ms)} per step without the optimizer, {idle} idle"
         facts.append(("predicted", text))
     if memory := describe_memory(config, plan):
         facts.append(("memory", memory))
@@ -201,12 +207,6 @@ def announce(
     )
     for warning in _warnings(job, schedule, machine):
         reporter.on_warning(warning)
-
-
-def _describe_average(config: RunConfig, plan: Plan) -> str:
-    size = sum(stage.memory.gradients for stage in plan.stages)
-    copy = f" ({write_bytes(size)} over all stages)" if size else ""
-    return f"EMA of the weights (--ema {config.ema:g}) is evaluated and saved; one more copy{copy}"
 
 
 def _warnings(job: Job, schedule: Schedule, machine: Machine) -> Iterator[str]:

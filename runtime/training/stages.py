@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack
 
 from torch import nn
 
+from ..checkpoint.contents import Rank
 from ..config.asynchronous_options import delays_of
 from ..config.batch_layout import StepBatch
 from ..config.mixed_precision import precision_of
@@ -18,9 +19,12 @@ from ..config.segments import RunSegment, schedule_of
 from ..config.settings import RunConfig
 from ..executor.compiled import compile_stage
 from ..executor.executor import Executor
-from ..executor.loading import load_stage
+from ..executor.loading import load_stage, load_stage_class
 from ..executor.observed_transport import ObservedTransport
 from ..executor.run import Feed, RunOptions
+from ..freezing.events import Events
+from ..freezing.freezing import Freezing
+from ..freezing.rules import Progress, parse_rule
 from ..monitoring.gather import RankFigures
 from ..plan.plan import Plan
 from ..schedule.schedule import Schedule
@@ -28,7 +32,11 @@ from ..tensor_files import dtype_of
 from .evaluation import find_criterion
 from .optimizer_step import OptimizerStepper
 from .own_optimizer import OwnOptimizer
+from .replica_gradients import share_buffers
 from .setup import Setup, make_transport
+
+FREEZING = "freezing"
+"""The key of the progress of freezing in a checkpoint."""
 
 
 class TrainedStages:
@@ -38,6 +46,8 @@ class TrainedStages:
     modules: the stages by number.
     executor: runs their forwards and backwards.
     stepper: makes their optimizer steps.
+    freezing: the blocks that no longer train; None without --freeze.
+    events: the steps after which blocks may freeze; who trains with the stages sets them.
 
     Arguments:
     report: called with the metrics of a step once all stages of the rank have made it.
@@ -56,6 +66,10 @@ class TrainedStages:
         self._schedules: dict[RunSegment, Schedule] = {}
         self.modules = load_stages(setup)
         self.executor = make_executor(setup, self.modules, self.config.methods)
+        self.events: Events | None = None
+        self.freezing = _freezing_of(setup, self.modules)
+        if self.freezing is not None and self.freezing.progress.depth:
+            self._set_plan(self.freezing.apply())
         world = self._world
         if not self.config.has_network:
             world = replace(world, control=None, tied_groups={})
@@ -73,6 +87,67 @@ class TrainedStages:
             own=own,
         )
         self.executor.attach(self.stepper.optimizers)
+
+    @property
+    def frozen(self) -> int:
+        """The number of blocks that `freeze` has frozen so far."""
+        return self.freezing.progress.depth if self.freezing is not None else 0
+
+    def freeze_due(self, step: int) -> bool:
+        """Freezes blocks if an event is due after a step; returns True if more are frozen then.
+        Between two segments, and collective."""
+        return (event := self.event_at(step)) is not None and self.freeze(event, step)
+
+    def event_at(self, step: int) -> int | None:
+        """The number of the event of freezing that is due after a step; None if there is none."""
+        if self.freezing is None or self.events is None:
+            return None
+        number = self.events.number(step)
+        return number if number > self.freezing.progress.event else None
+
+    def freeze(self, event: int, step: int) -> bool:
+        """Freezes, after a step and between two segments, the blocks that the rule says at an
+        event; returns True if these are more than before. Collective."""
+        assert self.freezing is not None
+        if not self.freezing.after(event):
+            return False
+        share_buffers(self.modules, self._world)  # evaluation mode reads them
+        self._narrow(step)
+        return True
+
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        """Continues after a step from the progress that `state` returned, where no fewer blocks are
+        frozen than now. Collective."""
+        if self.freezing is None or FREEZING not in state:
+            return
+        self.freezing.restore(Progress.of(state[FREEZING]))
+        self._narrow(step)
+
+    def _narrow(self, step: int) -> None:
+        assert self.freezing is not None
+        self._set_plan(self.freezing.apply())
+        self.stepper.narrow(step)
+        self.executor.attach(self.stepper.optimizers)
+
+    def _set_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        self.executor.narrow(_exchanged(plan, self.config))
+        self._schedules = {}
+
+    def state(self) -> dict[str, Any]:
+        """The progress of freezing, as JSON; empty without --freeze."""
+        return {} if self.freezing is None else {FREEZING: self.freezing.progress.to_json()}
+
+    def as_rank(self) -> Rank:
+        """The parts whose state a checkpoint has."""
+        return Rank(
+            self.plan,
+            self._world,
+            self.modules,
+            self.executor,
+            self.stepper.optimizers,
+            self.config.is_async,
+        )
 
     def schedule_of(self, segment: RunSegment) -> Schedule:
         """The schedule of a segment; that of the last one is kept for others like it."""
@@ -109,6 +184,17 @@ class TrainedStages:
 def _exchanged(plan: Plan, config: RunConfig) -> Plan:
     """The plan, without a network without tied parameters: each holder steps its own."""
     return plan if config.has_network else replace(plan, shared=())
+
+
+def _freezing_of(setup: Setup, modules: Mapping[int, nn.Module]) -> Freezing | None:
+    config, plan, checkpoint = setup.job.config, setup.job.plan, setup.checkpoint
+    if config.freeze is None:
+        return None
+    state = checkpoint.facts.trainer.get(FREEZING) if checkpoint else None
+    builds = [load_stage_class(config.folder, stage, setup.job.code) for stage in plan.stages]
+    return Freezing(
+        parse_rule(config.freeze), config.freeze_most, plan, builds, modules, Progress.of(state)
+    )
 
 
 def load_stages(setup: Setup) -> dict[int, nn.Module]:

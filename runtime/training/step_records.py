@@ -17,7 +17,6 @@ from ..executor.instrumented import COMPUTING, PURPOSES, Activities, Activity, K
 from ..monitoring.gather import Gather, RankFigures
 from ..monitoring.idle import RankTime
 from ..monitoring.records import PARTS_OF_TIME, Pace, Reporter, StalenessSummary, StepRecord
-from .optimizer_step import is_logged
 
 _STEADY = 1000
 
@@ -34,6 +33,9 @@ class Watch:
     activities: the record of the activities of rank 0.
     length: the samples of an epoch.
     seconds: the duration of the run before it was resumed.
+
+    lr_factor: the factor of a callback on the learning rates of later steps.
+    frozen: the number of blocks that are frozen in later steps, and of all; None without --freeze.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Watch:
         self.records: list[StepRecord] = []
         self.step = batch.first_step
         self.lr_factor = 1.0
+        self.frozen: tuple[int, int] | None = None
 
     def poll(self) -> None:
         """Reports every step for which all ranks have sent their metrics."""
@@ -116,7 +119,8 @@ class Watch:
         """The bytes that all ranks send in a step, by purpose: the median over steps."""
         of_steps = [sent_of(figures) for figures in self._steady]
         names = dict.fromkeys(name for sent in of_steps for name in sent)
-        return {name: int(median(sent.get(name, 0) for sent in of_steps)) for name in names}
+        medians = {name: int(median(sent.get(name, 0) for sent in of_steps)) for name in names}
+        return {name: sent for name, sent in medians.items() if sent}
 
     @property
     def step_ms(self) -> float:
@@ -172,7 +176,7 @@ class Watch:
             mem_bytes=int(max(rank.mem_bytes for rank in figures)),
             step_ms=wall_s * 1000 / len(walls),
             elapsed_s=self.elapsed_s,
-            logged=is_logged(step, config),
+            logged=config.is_logged(step),
             epoch=samples[1] / self._length,
             epoch_per_s=None
             if self._length == UNKNOWN_LENGTH
@@ -190,6 +194,7 @@ class Watch:
             mem_bytes_by_rank=tuple(int(rank.mem_bytes) for rank in figures),
             base_bytes_by_rank=tuple(int(rank.base_bytes) for rank in figures),
             action_ms=self._action_ms(),
+            frozen=self.frozen,
         )
 
     def _action_ms(self) -> dict[str, tuple[float, ...]]:

@@ -1,0 +1,77 @@
+"""A rank's stages during a run that freezes blocks.
+
+An event of freezing happens where no micro-batch is in flight. All ranks follow the same rule, so
+they have the same depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ..plan.plan import Plan
+from .blocks import FreezeError, blocks_of
+from .rules import Progress, Rule
+from .stages import Builds, check_modes, freeze_stage, plan_at
+
+
+class Freezing:
+    """The frozen blocks of one rank's stages.
+
+    blocks: the blocks of the model
+    progress: how far freezing is
+
+    Arguments:
+    rule: when blocks freeze
+    most: the most blocks that may freeze; None for all that can
+    plan: the plan with nothing frozen
+    builds: the constructors of all stages
+
+    Raises FreezeError for stages whose blocks cannot freeze one by one.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        most: int | None,
+        plan: Plan,
+        builds: Builds,
+        modules: Mapping[int, nn.Module],
+        progress: Progress,
+    ) -> None:
+        self.blocks, self.progress = blocks_of(plan), progress
+        self._rule, self._plan, self._builds, self._modules = rule, plan, builds, modules
+        self._most = self.blocks.most if most is None else min(most, self.blocks.most)
+        check_modes(modules, self.blocks, self._most)
+
+    def after(self, event: int) -> bool:
+        """Takes note of an event; returns True if more blocks are frozen after it."""
+        before = self.progress.depth
+        self.progress = self.progress.after(self._rule, event, len(self.blocks), self._most)
+        return self.progress.depth > before
+
+    def restore(self, progress: Progress) -> None:
+        """Continues from another progress. Raises FreezeError for one of fewer frozen blocks."""
+        if progress.depth < self.progress.depth:
+            raise FreezeError(
+                f"{progress.depth} blocks are frozen in what is loaded, but "
+                f"{self.progress.depth} are frozen already.",
+                "Load it into a new Pipeline.",
+            )
+        self.progress = progress
+
+    def describe(self) -> str:
+        """The frozen blocks, as a phrase."""
+        depth = self.progress.depth
+        first, last = self.blocks.paths[0], self.blocks.paths[depth - 1]
+        names = first if depth == 1 else f"{first} to {last}"
+        return f"{depth} of {len(self.blocks)} blocks" + (f" ({names})" if depth else "")
+
+    def apply(self) -> Plan:
+        """Freezes the stages as far as the progress says; returns the plan at this depth."""
+        depth = self.progress.depth
+        plan = plan_at(self._plan, self.blocks, depth, self._builds)
+        for stage, module in self._modules.items():
+            freeze_stage(module, plan.stages[stage], self.blocks, depth)
+        return plan

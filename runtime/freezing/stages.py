@@ -1,0 +1,156 @@
+"""A depth -> the plan at that depth, and the stages of a rank at it.
+
+A stage with frozen blocks is as if its author had called `requires_grad_(False)` and `eval()` on
+them: autograd makes no graph below the first parameter that trains, and a boundary tensor that
+depends on none that trains needs no gradient. Which tensors these are is found by running all
+stages once on fake tensors.
+
+Modules outside the blocks are in evaluation mode with the block that they freeze with, and so is
+what a model defines before them, such as the dropout of its embeddings. A stage without anything
+that trains, neither in it nor before it, is in evaluation mode as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from ..errors import PlanError
+from ..executor.loading import run_stage
+from ..executor.precision import running_on_fake_tensors
+from ..plan.plan import Boundary, Plan, StageSpec
+from .blocks import Blocks, FreezeError
+
+Builds = Sequence[Callable[[], nn.Module]]
+"""The constructors of all stages of a plan, in order."""
+
+
+def plan_at(plan: Plan, blocks: Blocks, depth: int, builds: Builds) -> Plan:
+    """The plan in which only the boundary tensors that depend on something that trains need a
+    gradient, when so many blocks are frozen. Raises PlanError if a stage cannot run on fake
+    tensors."""
+    if not depth:
+        return plan
+    trained = _trained_tensors(plan, blocks.frozen(depth), builds)
+
+    def at_depth(boundary: Boundary) -> Boundary:
+        tensor = boundary.tensor
+        requires_grad = tensor.requires_grad and tensor.name in trained
+        return replace(boundary, tensor=replace(tensor, requires_grad=requires_grad))
+
+    stages = [
+        replace(
+            stage,
+            sends=tuple(map(at_depth, stage.sends)),
+            receives=tuple(map(at_depth, stage.receives)),
+        )
+        for stage in plan.stages
+    ]
+    return replace(plan, stages=tuple(stages))
+
+
+def _trained_tensors(plan: Plan, frozen: frozenset[str], builds: Builds) -> set[str]:
+    """The values that depend on a parameter that trains."""
+    trained: set[str] = set()
+    with running_on_fake_tensors(plan) as values:
+        for spec, build in zip(plan.stages, builds, strict=True):
+            module = build()
+            freeze_parameters(module, frozen)
+            given = {
+                name: values[name].detach().requires_grad_(name in trained) for name in spec.inputs
+            }
+            try:
+                made = run_stage(spec, module, given)
+            except Exception as error:
+                raise PlanError(
+                    f"stage {spec.index} cannot run on fake tensors, so it is not known which "
+                    f"gradients it needs at {len(frozen)} frozen parameters: "
+                    f"{type(error).__name__}: {error}",
+                    "Leave --freeze out.",
+                ) from error
+            values.update(made)
+            trained |= {name for name, value in made.items() if value.requires_grad}
+    return trained
+
+
+def freeze_parameters(module: nn.Module, frozen: frozenset[str]) -> None:
+    """Lets parameters of a stage train no longer."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in frozen and parameter.requires_grad:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+
+
+def freeze_stage(module: nn.Module, spec: StageSpec, blocks: Blocks, depth: int) -> None:
+    """Freezes the parameters of a stage, and sets its frozen modules to evaluation mode; `spec` is
+    that of the plan at this depth."""
+    freeze_parameters(module, blocks.frozen(depth))
+    for part in _frozen_modules(module, spec, blocks, depth):
+        part.training = False
+
+
+def _frozen_modules(
+    module: nn.Module, spec: StageSpec, blocks: Blocks, depth: int
+) -> Iterator[nn.Module]:
+    if not depth:
+        return
+    returning = [boundary.tensor.requires_grad for boundary in (*spec.sends, *spec.receives)]
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    if not trains and not any(returning) and any(True for _ in spec.sends):
+        yield from module.modules()
+        return
+    parts = list(module.named_modules())
+    frozen, frozen_blocks = blocks.first_names(depth), blocks.paths[:depth]
+    last = max(
+        (
+            place
+            for place, (path, part) in enumerate(parts)
+            if _is_within(path, frozen_blocks)
+            or any(name in frozen for name, _ in part.named_parameters(path, recurse=False))
+        ),
+        default=-1,
+    )
+    for path, part in parts[: last + 1]:
+        has_trained = any(parameter.requires_grad for parameter in part.parameters())
+        if not has_trained and not _is_within(path, blocks.paths[depth:]):
+            yield part
+
+
+def check_modes(modules: Mapping[int, nn.Module], blocks: Blocks, most: int) -> None:
+    """Raises FreezeError for a stage whose own code has parts of blocks and asks for the mode of
+    the stage, if some of its blocks freeze before others: their modes would be one."""
+    for stage, module in modules.items():
+        if "training" not in type(module).forward.__code__.co_names:
+            continue
+        groups = [*zip(blocks.paths, blocks.parameters, blocks.before, strict=True)]
+        own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        here = [path for path, names, before in groups if own & {*names, *before}]
+        written_out = [path for path in here if not _is_called(module, path)]
+        rest = own & {*blocks.head, *_names_after(blocks, most)}
+        if written_out and (len(here) > 1 or rest):
+            raise FreezeError(
+                f"stage {stage} has the code of {written_out[0]} in its own forward, where one "
+                f"mode holds for all of its {len(here)} blocks, so they cannot freeze one by one.",
+                "Partition the model again with cuts between blocks (--cut-at), and without "
+                "--code flat.",
+            )
+
+
+def _names_after(blocks: Blocks, depth: int) -> set[str]:
+    groups = (*blocks.parameters[depth:], *blocks.before[depth:])
+    return {name for group in groups for name in group}
+
+
+def _is_called(module: nn.Module, path: str) -> bool:
+    """True if a block is a module with code of its own."""
+    try:
+        block = module.get_submodule(path)
+    except AttributeError:
+        return False
+    return type(block).forward is not nn.Module.forward
+
+
+def _is_within(path: str, blocks: Sequence[str]) -> bool:
+    return any(path == block or path.startswith(f"{block}.") for block in blocks)

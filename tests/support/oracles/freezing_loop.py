@@ -1,0 +1,113 @@
+"""A plain loop over micro-batches that freezes blocks between steps, in one process.
+
+Micro-batch t of a segment reads at stage j the weights after floor(max(0, t - W_j) / k) of its
+steps, and k micro-batches make a step: W_j is 0 in a synchronous loop, and the stages that follow
+stage j in asynchronous 1F1B with stashed weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+from asyncpipe.runtime.rng import micro_batch_seed
+
+Weights = dict[str, Tensor]
+
+
+@dataclass
+class PlainLoop:
+    """The stages of a model, and AdamW with weight decay of matrices.
+
+    frozen: the names of the parameters that freeze, and of the modules that are in evaluation mode
+        then, after so many steps
+    """
+
+    stages: Sequence[nn.Module]
+    feed: Callable[[int], Mapping[str, Tensor]]
+    every: int
+    ahead: Sequence[int]
+    lr: float
+    seed: int
+    clip: float = 0.0
+    frozen: Mapping[int, tuple[set[str], set[str]]] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+
+    def run(self, steps: int) -> PlainLoop:
+        parameters = [each for stage in self.stages for each in stage.parameters()]
+        groups = [
+            {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": 0.01},
+            {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=self.lr, eps=1e-8)
+        for stage in self.stages:
+            stage.train()
+        ends = [*sorted(step for step in self.frozen if step < steps), steps]
+        for start, end in zip([0, *ends], ends, strict=False):
+            self._segment(start, end)
+            if end in self.frozen:
+                self._freeze(*self.frozen[end])
+        return self
+
+    def _segment(self, start: int, end: int) -> None:
+        history = [self._weights()]
+        for t in range((end - start) * self.every):
+            if t % self.every == 0:
+                self.losses.append(0.0)
+            number = start * self.every + t
+            loss = self._loss(
+                number, [max(0, t - ahead) // self.every for ahead in self.ahead], history
+            )
+            self.losses[-1] += float(loss) / self.every
+            if (t + 1) % self.every == 0:
+                if self.clip:
+                    own = [each for stage in self.stages for each in stage.parameters()]
+                    nn.utils.clip_grad_norm_(own, self.clip)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                history.append(self._weights())
+
+    def _loss(self, number: int, versions: list[int], history: list[list[Weights]]) -> Tensor:
+        torch.manual_seed(micro_batch_seed(self.seed, number))
+        fields = self.feed(number)
+        hidden = fields["x"]
+        read = []
+        for j, (stage, version) in enumerate(zip(self.stages, versions, strict=True)):
+            live = dict(stage.named_parameters())
+            leaves = {
+                name: value.detach().requires_grad_(live[name].requires_grad)
+                for name, value in history[version][j].items()
+            }
+            read.append((live, leaves))
+            hidden = functional_call(stage, leaves, (hidden,))
+        loss = cross_entropy(hidden, fields["target"])
+        (loss / self.every).backward()
+        for live, leaves in read:
+            for name, leaf in leaves.items():
+                if leaf.grad is not None:
+                    before = live[name].grad
+                    live[name].grad = leaf.grad if before is None else before + leaf.grad
+        return loss.detach()
+
+    def _weights(self) -> list[Weights]:
+        return [
+            {name: value.detach().clone() for name, value in stage.named_parameters()}
+            for stage in self.stages
+        ]
+
+    def _freeze(self, parameters: set[str], modules: set[str]) -> None:
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters():
+                if name in parameters:
+                    parameter.requires_grad_(False)
+            for path, module in stage.named_modules():
+                if path in modules:
+                    module.eval()
+
+    def state(self) -> Weights:
+        return {name: value for stage in self.stages for name, value in stage.state_dict().items()}
