@@ -319,6 +319,8 @@ def by_value(author: Author) -> None:
 def at_random(author: Author) -> None:
     a = author.pick()
     other = author.module(f"nn.Linear({WIDTH}, {WIDTH})")
+    blocks = author.module(f"nn.ModuleList([Block({WIDTH}) for _ in range(2)])")
+    name = author.name("left")
     author.say(
         *author.one(
             [f"{a} = {a} + 0.1 * torch.rand_like({a})"],
@@ -333,8 +335,15 @@ def at_random(author: Author) -> None:
             [f"{a} = {a} * random.uniform(0.5, 1.5)"],
             [f"{a} = {a} * torch.empty(1).uniform_(0.5, 1.5)"],
             [f"{a} = {a} * torch.rand(())"],
+            [f"{a} = {a} + {a}[:, random.randrange({TOKENS})].unsqueeze(1)"],
+            [f"{a} = {a}.clone()", f"{a}[:, np.random.randint({TOKENS})] *= 2"],
+            [f"{a} = {a} * 1", "if random.random() < 0.5:", f"    {a}[..., :2].mul_(2)"],
+            [f"{name} = torch.rand(2) < 0.5", f"if all({name}):",
+             f"    {name}[random.randrange(2)] = False",
+             f"for block, skipped in zip({blocks}, {name}):", "    if not skipped:",
+             f"        {a} = block({a})"],
         )
-    )
+    )  # fmt: skip
 
 
 @operation

@@ -156,7 +156,31 @@ def _like_ctc_loss(
     return log_probs.sum()
 
 
+def _at_any_index(func: Callable[..., Any]) -> Callable[..., Any]:
+    """An indexing function with 0 for each number that forward reads or draws: torch asks for
+    their values, on which no shape depends."""
+
+    def known(index: Any) -> Any:
+        if isinstance(index, (tuple, list)):
+            return type(index)(map(known, index))
+        if isinstance(index, torch.SymInt):
+            return index if index.node.has_hint() else 0
+        is_tensor = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32)
+        return 0 if is_tensor and not index.dim() else index
+
+    def indexed(tensor: Tensor, where: Any, *others: Any, **named: Any) -> Any:
+        given = {name: known(value) for name, value in named.items()}
+        return func(tensor, known(where), *map(known, others), **given)
+
+    return indexed
+
+
+_INDEXING = (
+    Tensor.__getitem__, Tensor.__setitem__, operator.getitem, operator.setitem, Tensor.select,
+    torch.select,
+)  # fmt: skip
 _STAND_INS: dict[Any, Callable[..., Any]] = {
+    **{func: _at_any_index(func) for func in _INDEXING},
     # On fake tensors torch asks for the values of the lengths.
     F.ctc_loss: _like_ctc_loss,
     torch.ctc_loss: _like_ctc_loss,
@@ -207,28 +231,7 @@ def _linear_result(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return empty + made_from.sum().to(input.dtype)
 
 
-def _at_any_index(func: Callable[..., Any]) -> Callable[..., Any]:
-    """An indexing function with 0 for each number that forward reads or draws: torch asks for
-    their values, on which no shape depends."""
-
-    def known(index: Any) -> Any:
-        if isinstance(index, (tuple, list)):
-            return type(index)(map(known, index))
-        is_unknown = isinstance(index, torch.SymInt) and not index.node.has_hint()
-        return 0 if is_unknown else index
-
-    def indexed(tensor: Tensor, *where: Any, **named: Any) -> Any:
-        given = {name: known(value) for name, value in named.items()}
-        return func(tensor, *map(known, where), **given)
-
-    return indexed
-
-
 _SHORT_CUTS: dict[Any, Callable[..., Any]] = {
-    **{
-        func: _at_any_index(func)
-        for func in (Tensor.__getitem__, Tensor.__setitem__, Tensor.select, torch.select)
-    },
     F.linear: _linear_result,
     F.scaled_dot_product_attention: _attention_result,
 }

@@ -166,7 +166,8 @@ class Places(Layers):
         x = self.layers[0](x)
         x = x * x[:, random.randrange(6)].unsqueeze(1) + x.select(1, np.random.randint(6)).sum()
         x[:, [random.randrange(6), 0]] = x[:, :1] * 2
-        return self.head(x + x[torch.randint(0, 2, ()).item()])
+        row = torch.randint(0, 2, ())
+        return self.head(x + x[row] + x[row.item(), [row]])
 
 
 def _assert_same(model: nn.Module, pipe: Any, seeds: int = 20) -> int:
