@@ -13,6 +13,7 @@ import torch.distributed as dist
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.launch.job import make_job
+from asyncpipe.runtime.staleness import METHODS
 from asyncpipe.runtime.transports import ShmTransport
 from asyncpipe.tests.runtime.training.test_replicas import assert_same_training, train
 from asyncpipe.tests.support.models.hand_folders import (
@@ -34,13 +35,18 @@ from asyncpipe.tests.support.oracles.gradient_corrections import (
     DelayRateReference,
     GapAwareReference,
     LookAheadReference,
+    PipeMareRateReference,
     PipeMareReference,
+    SpikeCompensationReference,
     Together,
     TwoBufferedReference,
 )
 from asyncpipe.tests.support.oracles.weight_predictions import (
+    LwpReference,
     LwpWReference,
     MsnagReference,
+    NagReference,
+    PipeOptimReference,
     SpecTrainReference,
     XPipeReference,
 )
@@ -59,10 +65,28 @@ REFERENCES: dict[str, Reference] = {
     "stash+dc-asgd": Together(Reference(), DelayCompensatedReference()),
     "stash+error-feedback": Together(Reference(), LookAheadReference()),
     "stash+msnag": MsnagReference("sgd"),
+    "none+pipemare-rate": Together(LiveReference(), PipeMareRateReference(4)),
+    "stash+spike-compensation": Together(Reference(), SpikeCompensationReference()),
+    "stash+nag": NagReference("sgd"),
+    "stash+lwp": LwpReference("sgd"),
     "stash+lwp-w": LwpWReference("sgd"),
+    "pipeoptim": PipeOptimReference("sgd"),
     "spectrain": SpecTrainReference("sgd"),
     "xpipe": XPipeReference("sgd"),
 }
+
+
+REFUSED = {"aggmsnag", "partial-gradient", "dc-asgd-adaptive"}
+"""The methods that need all gradients of a step, which replicas divide."""
+OTHERS = {"gap-aware-loss", "nesterov-last", "schedule-aware"}
+"""Those that differ from a method above in what replicas have no part in."""
+
+
+def test_every_method_is_compared_or_refused() -> None:
+    compared = {name for names in REFERENCES for name in names.split("+")}
+    assert compared | REFUSED | OTHERS == set(METHODS) and not compared & (REFUSED | OTHERS)
+    needs = {name for name, method in METHODS.items() if "all gradients" in method.needs}
+    assert needs == REFUSED
 
 
 class Case(NamedTuple):
