@@ -201,6 +201,21 @@ def test_the_sentence_of_ranks_that_all_wait() -> None:
     )
 
 
+def test_the_sentence_of_ranks_that_wait_for_a_replica() -> None:
+    seen = {
+        0: state(0, Activity("exchange", "waits for the gradients of stage 0 from rank 2")),
+        1: state(1, Activity("exchange", "waits for the gradients of stage 1 from rank 3")),
+        2: state(2, Activity("receive", message("gradient", 3, 2), 2)),
+        3: state(3, Activity("F", Action(1, "F", 3), 3)),
+    }
+    assert describe_stall(seen, 60, 2) == (
+        "no progress for 60 s at step 2. rank 0 waits for the gradients of stage 0 from rank 2; "
+        "rank 1 waits for the gradients of stage 1 from rank 3; rank 2 waits for the gradient "
+        '"h" of micro-batch 2 from rank 3; rank 3 is in forward of micro-batch 3 (stage 1) for '
+        "58 s."
+    )
+
+
 def test_the_sentence_of_a_rank_that_the_system_holds() -> None:
     reading = state(0, Activity("data", index=7)).state
     seen = {0: Sighting(reading, 57.0, "hangs in the system, on a disk or a network,")}
