@@ -218,6 +218,7 @@ def _transfers(
         for parameter in shared
         if len(parameter.stages) > 1
         for name in parameter.names[:1]
+        if parameters[name].requires_grad
     )
     return _Transfers(
         boundaries,

@@ -69,7 +69,10 @@ class Prices:
         return _ENDS * _SLOWER * once * (2 if value.requires_grad else 1)
 
     def holding_ms(self, parameter: Tensor) -> float:
-        """One more holder of a parameter: its gradient goes both ways once a step."""
+        """One more holder of a parameter: its gradient, if it has one, goes both ways once a
+        step."""
+        if not parameter.requires_grad:
+            return 0.0
         exchange_ms = self.link.exchange_ms(parameter.nbytes)
         return _ENDS * _SLOWER * exchange_ms / _MICRO_BATCHES_A_STEP
 

@@ -15,7 +15,7 @@ from asyncpipe.partitioner.planning.transfers import communication_of
 from asyncpipe.runtime.executor.mailbox import plan_channels
 from asyncpipe.runtime.executor.precision import AS_PLANNED
 from asyncpipe.runtime.plan.plan import Plan, read_plan
-from asyncpipe.tests.support.models.generated import CASES, cut
+from asyncpipe.tests.support.models.generated import CASES, LARGER, cut
 from asyncpipe.tests.support.models.placements import problem_of
 
 
@@ -63,6 +63,12 @@ def test_a_plan_prices_what_is_sent(name: str, stages: int, running: dict, tmp_p
             exchanged[stage] |= len(ranks) > 1
     for stage in plan.stages:
         assert (stage.exchange_ms > 0) <= exchanged[stage.index]
+
+
+def test_the_gradient_of_a_frozen_table_is_not_exchanged(tmp_path: Path) -> None:
+    plan = read_plan(cut(LARGER["frozen gpt2"], 2, tmp_path / "plan", schedule="1f1b"))
+    assert any(len(shared.stages) > 1 for shared in plan.shared)
+    assert [stage.exchange_ms for stage in plan.stages] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
