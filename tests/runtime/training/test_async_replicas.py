@@ -93,7 +93,6 @@ class Case(NamedTuple):
     staleness: str
     every: int
     model: str = "chain"
-    ranks: int | None = None
     segments: int = 1
 
 
@@ -145,12 +144,11 @@ def train_replicas(
 
 
 def check(
-    stages: int, replicas: int, cases: list[Case], *, ranks: int | None = None, slow_s: float = 0.0
+    stages: int, replicas: int, cases: list[Case], *, ranks: int, slow_s: float = 0.0
 ) -> None:
     torch.set_num_threads(1)
-    in_pipeline = ranks or stages
-    arguments = stages, in_pipeline, replicas, [tuple(case) for case in cases], slow_s
-    results = run_processes(in_pipeline * replicas, train_replicas, *arguments, limit_s=180.0)
+    arguments = stages, ranks, replicas, [tuple(case) for case in cases], slow_s
+    results = run_processes(ranks * replicas, train_replicas, *arguments, limit_s=180.0)
     for rank, result in enumerate(results):
         assert isinstance(result, list), f"rank {rank}: {result}"
     for number, case in enumerate(cases):
@@ -177,7 +175,7 @@ def check(
                 loss, oracle.losses[t], rtol=1e-12, atol=1e-12, msg=str(case)
             )
         for rank, own in enumerate(of_ranks):
-            first = of_ranks[rank % in_pipeline]["states"]
+            first = of_ranks[rank % ranks]["states"]
             for stage, state in own["states"].items():
                 expected = oracle.modules[stage].state_dict()
                 for name, value in state.items():
@@ -188,15 +186,16 @@ def check(
                     )
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(2, 2), (2, 3), (3, 3)])
-def test_replicas_train_as_the_recurrence_of_all_micro_batches(stages: int, replicas: int) -> None:
-    check(stages, replicas, list(CASES))
+@pytest.mark.parametrize(("stages", "replicas", "ranks"), [(2, 2, 2), (2, 3, 2), (3, 3, 1)])
+def test_replicas_train_as_the_recurrence_of_all_micro_batches(
+    stages: int, replicas: int, ranks: int
+) -> None:
+    check(stages, replicas, list(CASES), ranks=ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_slow_rank_and_several_stages_on_a_rank_change_nothing(ranks: int) -> None:
+def test_a_slow_rank_changes_nothing() -> None:
     cases = [Case("stash", 1), Case("stash+msnag", 2), Case("2bw", 3, "tied"), Case("none", 2)]
-    check(3, 2, cases, ranks=ranks, slow_s=0.005)
+    check(3, 2, cases, ranks=2, slow_s=0.005)
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +273,7 @@ def test_a_replica_that_hangs_is_named_by_those_that_wait_for_it(
 ) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     criterion = f"{tmp_path / 'slow.py'}:criterion"
-    given = {"schedule": "async-1f1b", "replicas": 2, "criterion": criterion, "timeout_s": 2}
+    given = {"schedule": "async-1f1b", "replicas": 2, "criterion": criterion, "timeout_s": 4}
     with pytest.raises(AsyncPipeError) as error:
         train(folders / "mlp", tmp_path / "run", steps=9, **given)
     assert "rank 1 waits for the gradients of stage 1 from rank 3" in error.value.what
