@@ -37,6 +37,20 @@ def test_replicas_of_every_asynchronous_schedule_end_with_sends_that_block_and_t
             validate(made, shared_stages=[tuple(range(stages))])
 
 
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_no_gradient_of_a_window_comes_between_the_last_one_before_it_and_the_step(
+    name: str,
+) -> None:
+    # So the gradients of two windows are never in one place, however long a sum is on its way.
+    for stages, every, ranks in product((2, 3, 4), (1, 3, 4), (1, 2, 4)):
+        if ranks > stages or (name == "2bw" and every < stages):
+            continue
+        for row in make(name, stages, every, ranks=ranks).ranks:
+            for stage in range(stages):
+                own = [a.kind for a in row if a.stage == stage and a.kind in "BS"]
+                assert own == ([*"B" * every, "S"] * 3 if own else [])
+
+
 def test_a_replica_has_the_versions_of_the_one_pipeline() -> None:
     made = side_by_side(make("async-1f1b", 3, 2), 2)
     delays = Delays(depths(3), 2)
