@@ -222,8 +222,8 @@ def async_run(
     oracle = Oracle(modules)
     for turn in range(steps * k * replicas):
         t, replica = divmod(turn, replicas)
-        number = t // k * k * replicas + replica * k + t % k
-        number ^= fault == "swap two micro-batches" and t in (2, 3)
+        place = t // k * k * replicas + replica * k + t % k
+        number = place ^ 1 if fault == "swap two micro-batches" and t in (2, 3) else place
         values: dict[str, Any] = dict(model.make_inputs(number))
         kept = []
         with _generator_of(seed, number):
@@ -275,7 +275,7 @@ def async_run(
                 before = window_sum[j].get(name)
                 window_sum[j][name] = gradient if before is None else before + gradient
             method.accumulated(history, window_sum[j])
-            oracle.ledger.add((j, number, at, now))
+            oracle.ledger.add((j, place, at, now))
         if (turn + 1) % (k * replicas) == 0:
             version = (t + 1) // k
             for shared in plan.shared:
