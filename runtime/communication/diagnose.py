@@ -2,15 +2,17 @@
 
 All ranks measure the causes in their order. A cause that is found is measured again after the
 others, and counts only if it is found twice: what else the machine does for a moment is no cause.
+Of repeated messages the shortest time counts, because everything else only adds to it.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -28,7 +30,7 @@ from ..distributed.interfaces import VARIABLES, interfaces, outside_of, source_t
 from ..monitoring.run_files import read_run
 from ..reports.causes import Check, checks_of_run, conclusion, longest_wait
 from ..transports.mpi import load_mpi_for_one_thread
-from ..transports.protocol import Channel
+from ..transports.protocol import Channel, Transport
 from .diagnosis import (
     MULTIPLE,
     Communicators,
@@ -63,7 +65,7 @@ _REPEATS = 7
 _LONG_S = 0.05  # of a message, in which waking up does not count
 _SIZES = (64 * 1024, 8 * 1024 * 1024)
 _THREAD_BYTES = 256 * 1024
-_EXCHANGE_BYTES = 4 * 1024 * 1024
+_EXCHANGE_BYTES = 16 * 1024 * 1024
 
 
 def run_rank(session: Session, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,11 +193,12 @@ class _Live:
             both_s, busy = self._both_ways(first, second, size)
             if repeat:  # the first one only warms up
                 rows.append([there_s, back_s, both_s, busy])
-        of_ranks = [self._session.gathered(rows)[rank] for rank in (first, second)]
-        there_s, back_s, both_s, busy = (
-            median(max(values) for values in zip(*column, strict=True))
-            for column in zip(*(zip(*rows, strict=True) for rows in of_ranks), strict=True)
-        )
+        of_first, of_second = map(self._session.gathered(rows).__getitem__, (first, second))
+        repeats = [
+            [max(of_both) for of_both in zip(*of_repeat, strict=True)]
+            for of_repeat in zip(of_first, of_second, strict=True)
+        ]
+        there_s, back_s, both_s, busy = map(min, zip(*repeats, strict=True))
         slower_s = max(there_s, back_s)
         return Link(first, second, size / slower_s / 1e9, round(2 * slower_s / both_s, 3), busy)
 
@@ -266,8 +269,8 @@ class _Live:
                         list(pool.map(move, links))
                     if repeat >= 0:
                         times_s[name].append(time.perf_counter() - start_s)
-        medians = session.gathered([1e3 * median(times_s[name]) for name in lanes])
-        shared_ms, own_ms = map(max, zip(*medians, strict=True))
+        shortest = session.gathered([1e3 * min(times_s[name]) for name in lanes])
+        shared_ms, own_ms = map(max, zip(*shortest, strict=True))
         over = "MPI" if isinstance(own[0], MpiLinks) else "gloo"
         return Communicators(threads, is_shared, shared_ms, own_ms, over)
 
@@ -279,29 +282,43 @@ class _Live:
             for copy in copies:
                 self._stack.callback(copy.Free)
             return [MpiLinks(copy, timeout_s=limit_s) for copy in copies]
-        groups = [dist.new_group(backend="gloo") for _ in range(threads)]
+        timeout = datetime.timedelta(seconds=limit_s)
+        groups = [dist.new_group(timeout=timeout, backend="gloo") for _ in range(threads)]
         return [GroupLinks(group, timeout_s=limit_s) for group in groups]
 
     def progress(self) -> Progress:
         """An exchange over MPI, alone and during a computation."""
         if not (self._mpi and self._has_transport and self._session.ranks > 1):
             return Progress(**self._mpi)
-        session, transport = self._session, self._session.open_transport()
-        is_part = session.rank in (0, self._peer)
-        other = self._peer if session.rank == 0 else 0
-        alone_s, exposed_s = 0.0, 0.0
-        times: dict[str, list[float]] = {"alone": [], "exposed": []}
-        for index in range(2 * _REPEATS):
-            name = "alone" if index < _REPEATS else "exposed"
-            session.barrier()
-            if is_part:
-                compute_s = 0.0 if name == "alone" else 2 * alone_s
-                times[name].append(_exchange_s(transport, other, index, compute_s))
-            if index == _REPEATS - 1:
-                alone_s = max(self._agreed(median(times[name] or [0.0])))
-        exposed_s = max(self._agreed(median(times["exposed"] or [0.0])))
+        transport = self._session.open_transport()
+        alone_s = self._exchange_s(transport, range(_REPEATS))
+        exposed_s = self._exchange_s(transport, range(_REPEATS, 2 * _REPEATS), 2 * alone_s)
         transport.close()
         return Progress(**self._mpi, alone_ms=1e3 * alone_s, exposed_ms=1e3 * exposed_s)
+
+    def _exchange_s(
+        self, transport: Transport, indices: Iterable[int], compute_s: float = 0.0
+    ) -> float:
+        """The shortest time that is left of an exchange after a computation that begins with it."""
+        own = self._session.rank
+        other = self._peer if own == 0 else 0
+        outgoing, incoming = (
+            Channel("message", "exchange", *ends, *ends, ends[0], torch.uint8, (_EXCHANGE_BYTES,))
+            for ends in ((own, other), (other, own))
+        )
+        content, times_s = self._buffer(_EXCHANGE_BYTES), []
+        for index in indices:
+            self._session.barrier()
+            if own not in (0, self._peer):
+                continue
+            receive = transport.recv(incoming, index)
+            transport.send(outgoing, content, index)
+            _compute(compute_s)
+            start_s = time.perf_counter()
+            transport.wait(receive)
+            transport.wait_sent(outgoing, index)
+            times_s.append(time.perf_counter() - start_s)
+        return max(self._agreed(min(times_s, default=0.0)))
 
     # ------------------------------------------------------------------ hosts
 
@@ -428,20 +445,3 @@ def _compute(seconds: float) -> float:
     while (passed_s := time.perf_counter() - start_s) < seconds:
         torch.mm(matrix, matrix)
     return passed_s
-
-
-def _exchange_s(transport: Any, peer: int, index: int, compute_s: float) -> float:
-    """The time that an exchange takes after a computation that began with it."""
-    own = transport.rank
-    outgoing, incoming = (
-        Channel("message", "exchange", *ends, *ends, ends[0], torch.uint8, (_EXCHANGE_BYTES,))
-        for ends in ((own, peer), (peer, own))
-    )
-    receive = transport.recv(incoming, index)
-    transport.send(outgoing, torch.zeros(_EXCHANGE_BYTES, dtype=torch.uint8), index)
-    if compute_s:
-        _compute(compute_s)
-    start_s = time.perf_counter()
-    transport.wait(receive)
-    transport.wait_sent(outgoing, index)
-    return time.perf_counter() - start_s

@@ -144,7 +144,7 @@ _ECHO_S = 0.1
 """The time of an echo that is long enough: a shaped link has sent its burst long before."""
 _ECHO_BYTES = (256 * 1024, 16 * 1024 * 1024)
 _ECHOS = 4
-_TRY_S = 2.0
+_TRY_S, _MOVE_S = 2.0, 20.0  # to connect, and for an echo
 _HEADER = 8
 
 
@@ -183,7 +183,7 @@ class EchoServer:
             except OSError:  # closed
                 return
             with client, contextlib.suppress(OSError, EOFError):
-                client.settimeout(_TRY_S)
+                client.settimeout(_MOVE_S)
                 if _exactly(client, len(self.word)) != self.word:
                     continue
                 while True:
@@ -227,9 +227,8 @@ def echo_rates(paths: Sequence[EchoPath], word: bytes) -> list[float]:
         best = [0.0] * len(paths)
         for _ in range(_ECHOS):
             for place, end in enumerate(ends):
-                if end is not None and sizes[place]:
-                    rate = 2 * sizes[place] / max(_echo_s(end, sizes[place]), 1e-9)
-                    best[place] = max(best[place], rate)
+                if end is not None and (seconds := _echo_s(end, sizes[place])):
+                    best[place] = max(best[place], 2 * sizes[place] / seconds)
         return best
 
 
@@ -240,6 +239,7 @@ def _connected(path: EchoPath, word: bytes, stack: contextlib.ExitStack) -> sock
         )
         stack.enter_context(end)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.settimeout(_MOVE_S)
         end.sendall(word)
     except OSError:
         return None
@@ -247,22 +247,21 @@ def _connected(path: EchoPath, word: bytes, stack: contextlib.ExitStack) -> sock
 
 
 def _echo_size(end: socket.socket) -> int:
-    """A size whose echo takes long enough; 0 if none comes back."""
+    """A size whose echo takes long enough."""
     size, most = _ECHO_BYTES
-    try:
-        while _echo_s(end, size) < _ECHO_S and size < most:
-            size *= 2
-    except (OSError, EOFError):
-        return 0
+    while 0 < _echo_s(end, size) < _ECHO_S and size < most:
+        size *= 2
     return size
 
 
 def _echo_s(end: socket.socket, size: int) -> float:
-    content = bytes(size)
+    """The time of an echo; 0 if none comes back."""
     start_s = perf_counter()
-    end.sendall(size.to_bytes(_HEADER, "big"))
-    end.sendall(content)
-    _exactly(end, size)
+    try:
+        end.sendall(size.to_bytes(_HEADER, "big") + bytes(size))
+        _exactly(end, size)
+    except (OSError, EOFError):
+        return 0.0
     return perf_counter() - start_s
 
 

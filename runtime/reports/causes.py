@@ -162,8 +162,8 @@ def _sentence(cause: str, measured: str, run: RunRecords) -> str:
         case "communication":
             ranks = len(numbers(run.steps[-1], "idle")) or 2
             return (
-                f"Communication takes {takes}{details}: asyncpipe-comm diagnose --ranks {ranks} "
-                "on the same hosts finds which link or process it is."
+                f"Communication takes {takes}{details}: asyncpipe-comm diagnose with {ranks} ranks "
+                "where the run was finds which link or process it is."
             )
         case "exchange":
             return (
