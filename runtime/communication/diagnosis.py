@@ -190,8 +190,9 @@ class Progress:
         return fault(
             cause,
             measured,
-            f"MPI moves no messages while a rank computes (an exchange of {write_ms(self.alone_ms)} "
-            f"that begins with a computation still takes {write_ms(self.exposed_ms)} after it): set "
+            "MPI moves no messages while a rank computes (an exchange that takes "
+            f"{write_ms(self.alone_ms)} alone, and that begins with a computation, still takes "
+            f"{write_ms(self.exposed_ms)} after it): set "
             "MPICH_ASYNC_PROGRESS=1 or I_MPI_ASYNC_PROGRESS=1, or use --transport gloo.",
         )
 
