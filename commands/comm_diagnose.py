@@ -57,7 +57,7 @@ def diagnose_command(
         title = str(run)
     else:
         if "output" in given:
-            given["output"] = str(given["output"].absolute())
+            given["output"] = str(given["output"])
         answer = run_task("diagnose", asdict(DiagnoseOptions(**given)), rank_options(ranks))
         if answer is None:
             return 0

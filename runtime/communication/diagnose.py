@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import secrets
 import time
 from collections import Counter
@@ -60,10 +61,10 @@ from .session import Session
 from .splits import lone_among
 from .tcp_links import EchoPath, EchoServer, NetworkPath, echo_rates
 
-_WINDOWS, _WINDOW_S = 7, 0.1
-_REPEATS = 7
+_WINDOWS, _WINDOW_S = 7, 0.1  # in which ranks sleep, or compute
+_REPEATS = 7  # of a message
 _LONG_S = 0.05  # of a message, in which waking up does not count
-_SIZES = (64 * 1024, 8 * 1024 * 1024)
+_SIZES = (64 * 1024, 8 * 1024 * 1024)  # of a message to a lone rank, until it takes long
 _THREAD_BYTES = 256 * 1024
 _EXCHANGE_BYTES = 16 * 1024 * 1024
 
@@ -106,7 +107,7 @@ def diagnose_run(folder: Path) -> dict[str, Any]:
     run = read_run(folder)
     checks = [
         *checks_of_run(run, longest_wait(folder / "trace.json")),
-        Files(probe_folder(folder.absolute())).check(),
+        Files(probe_folder(folder)).check(),
     ]
     return {
         "run": str(folder),
@@ -146,9 +147,9 @@ class _Live:
         }
         variables = ("MPI4PY_RC_THREAD_LEVEL", "MPI4PY_RC_THREADS")
         asked = (f"{name}={os.environ[name]}" for name in variables if name in os.environ)
-        level = mpi.Query_thread()
+        level, version = mpi.Query_thread(), re.split("[,\n\0]", mpi.Get_library_version())[0]
         own = {
-            "library": " ".join(mpi.Get_library_version().split()[:3]),
+            "library": " ".join(version.replace("Version:", "").split()),
             "level": level,
             "level_name": names.get(level, str(level)),
             "asked_by": next(asked, ""),
@@ -413,7 +414,7 @@ class _Live:
 
     def files(self) -> Files:
         """Writes to the folder of the program, on rank 0."""
-        folder = Path(self._given.output or ".").absolute()
+        folder = Path(self._given.output or Path.cwd())
         own = asdict(probe_folder(folder)) if self._session.rank == 0 else None
         return Files(FolderProbe(**self._session.gathered(own)[0]))
 

@@ -138,16 +138,14 @@ def checks_of_run(run: RunRecords, wait: LinkWait | None = None) -> list[Check]:
 
 def _about(cause: str, run: RunRecords, wait: LinkWait | None) -> str:
     """What else the records say about a cause."""
-    facts = part(run.start, "facts")
     if cause == "communication":
-        words = [str(facts.get("ranks", "")).split(" · ")[1:2]]
+        words = str(part(run.start, "facts").get("ranks", "")).split(" · ")[1:2]
         if sent := sum(sent_bytes(run).values()):
-            words.append([f"{write_bytes(sent)} sent"])
+            words.append(f"{write_bytes(sent)} sent")
         if wait is not None:
-            words.append(
-                [f"rank {wait.rank} waits {write_ms(wait.wait_ms)} for rank {wait.source}"]
-            )
-        return ", ".join(word for group in words for word in group)
+            who = f"rank {wait.rank} for rank {wait.source}"
+            words.append(f"longest waits in the trace: {who}, {write_ms(wait.wait_ms)} a step")
+        return ", ".join(words)
     if cause == "writing":
         saved = sum(event.kind == "checkpoint" for event in run.events)
         return f"{counted(saved, 'checkpoint')} in {counted(run.last_step, 'step')}"
