@@ -211,7 +211,7 @@ def written_run() -> Iterator[Diagnosis]:
 def slow_run() -> Iterator[Diagnosis]:
     """A run whose two ranks are on hosts with a slow link between them."""
     with tempfile.TemporaryDirectory() as name, hosts(["h1", "h2"], mbit_s=10) as made:
-        words = ("--trace", "3", "--micro-batch-size", "64")
+        words = ("--trace", "3", "--micro-batch-size", "64", "--threads", "1")
         on_hosts(made, *training(partitioned(name), f"{name}/run", *words))
         yield partial(alone, f"{name}/run")
 

@@ -62,9 +62,9 @@ from .splits import lone_among
 from .tcp_links import EchoPath, EchoServer, NetworkPath, echo_rates
 
 _WINDOWS, _WINDOW_S = 7, 0.1  # in which ranks sleep, or compute
-_REPEATS = 7  # of a message
-_LONG_S = 0.05  # of a message, in which waking up does not count
-_SIZES = (64 * 1024, 8 * 1024 * 1024)  # of a message to a lone rank, until it takes long
+_REPEATS = 5  # of a message
+_LONG_S = 0.15  # of a message, in which waking up on a busy core does not count
+_SIZES = (512 * 1024, 8 * 1024 * 1024)  # of a message to a lone rank; above a link's burst
 _THREAD_BYTES = 256 * 1024
 _EXCHANGE_BYTES = 16 * 1024 * 1024
 
@@ -133,8 +133,6 @@ class _Live:
         )
         """The rank with which rank 0 exchanges messages, on another host if there is one."""
 
-    # ------------------------------------------------------------------ messages
-
     @cached_property
     def _mpi(self) -> dict[str, Any]:
         """The lowest thread level of MPI among the ranks; empty without MPI."""
@@ -185,7 +183,7 @@ class _Live:
     def _link(self, first: int, second: int) -> Link:
         """Messages in one direction, in the other, and in both at once, alternately."""
         size, most = _SIZES
-        while size < most and max(self._agreed(self._one_way(first, second, size))) < _LONG_S:
+        while size < most and self._shortest_s(first, second, size) < _LONG_S:
             size *= 2
         rows = []
         for repeat in range(_REPEATS + 1):
@@ -201,7 +199,12 @@ class _Live:
         ]
         there_s, back_s, both_s, busy = map(min, zip(*repeats, strict=True))
         slower_s = max(there_s, back_s)
-        return Link(first, second, size / slower_s / 1e9, round(2 * slower_s / both_s, 3), busy)
+        duplex = min(2.0, 2 * slower_s / both_s)  # more is noise
+        return Link(first, second, size / slower_s / 1e9, round(duplex, 3), busy)
+
+    def _shortest_s(self, source: int, target: int, size: int) -> float:
+        """The time of a message, on all ranks."""
+        return max(self._agreed(min(self._one_way(source, target, size) for _ in range(2))))
 
     def _buffer(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self._session.device)
@@ -320,8 +323,6 @@ class _Live:
             transport.wait_sent(outgoing, index)
             times_s.append(time.perf_counter() - start_s)
         return max(self._agreed(min(times_s, default=0.0)))
-
-    # ------------------------------------------------------------------ hosts
 
     def cores(self) -> Cores:
         """The cores and the memory of the ranks, and how long they wait for a core."""

@@ -222,8 +222,8 @@ class Cores:
             return fault(
                 cause,
                 measured,
-                f"{ranks_in_words(ranks).capitalize()} may run on {_cores(confined)} of "
-                f"{self.hosts[ranks[0]]} alone, which has {self.bindings[ranks[0]].host_cpus}, and "
+                f"{ranks_in_words(ranks).capitalize()} may only run on {_cores(confined)} of "
+                f"{self.hosts[ranks[0]]}, which has {self.bindings[ranks[0]].host_cpus} cores, and "
                 f"each {waits}: give every rank a core of its own (without taskset, mpiexec "
                 "--bind-to core, srun --cpus-per-task).",
             )

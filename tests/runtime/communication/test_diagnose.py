@@ -75,7 +75,7 @@ RDMA = replace(NETWORK, paths=PATHS[:1], rdma=((), ("mlx5_0",)))
         ),
         (
             CROWDED,
-            "Ranks 0, 1 may run on core 0 of a alone, which has 2, and each waits for a core",
+            "Ranks 0, 1 may only run on core 0 of a, which has 2 cores, and each waits",
         ),
         (
             replace(OWN, bindings=(Binding((0,), 2, far_share=0.9), Binding((1,), 2))),
@@ -268,7 +268,7 @@ def test_two_ranks_on_one_core_are_named_by_the_command(tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
     with on_core(core):
         sentence, verdicts = diagnosed(tmp_path)
-    assert sentence.startswith(f"Ranks 0, 1 may run on core {core} of ")
+    assert sentence.startswith(f"Ranks 0, 1 may only run on core {core} of ")
     causes = ["placement", "threads", "progress", "cores, memory", "interface", "files"]
     assert list(verdicts) == [*causes, "other processes"]
     assert not any(tmp_path.iterdir())
