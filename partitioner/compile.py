@@ -189,6 +189,10 @@ def partition_source(
         return planned.plan
     generated = generate_phase(job, planned)
     write_phase(job, planned, generated)
+    if options.elastic is not None:
+        from .phases import write_phases  # which calls the functions of this module again
+
+        write_phases(job, generated.plan, planned.folder)
     return generated.plan
 
 
@@ -247,7 +251,7 @@ def capture_phase(job: Compilation) -> Captured:
     """Captures the model and finds the nodes that `cut_at` and `keep_together` name."""
     options = job.options
     capture = capture_source(job.source, options)
-    digest = graph_hash(capture)
+    digest = capture.sha256
     if options.stages or options.output:
         job.target(options.stages or job.ranks, digest)
     demands = find_demands(
@@ -430,13 +434,6 @@ class PhaseTimer:
         if self._on_phase:
             self._on_phase(name, detail, now - self._last, following)
         self._last = now
-
-
-def graph_hash(captured: Capture) -> str:
-    """SHA-256 of the graph's text and of the names and shapes of its tensors."""
-    state = captured.model.state_dict()
-    shapes = "".join(f"{name}{tuple(tensor.shape)}" for name, tensor in state.items())
-    return hashlib.sha256(f"{captured.graph}{shapes}".encode()).hexdigest()
 
 
 def describe_capture(captured: Capture) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..runtime.errors import PlanError
 from ..runtime.executor.loading import CONSTANTS
+from ..runtime.freezing import elastic
 from ..runtime.limits import ListOf, flag_of
 from ..runtime.plan.plan import Plan, read_plan
 from ..runtime.tensor_files import tensor_bytes, write_index, write_shard
@@ -27,8 +28,8 @@ from .capture.sizes import format_dimension
 from .planning.keywords import PlanConfig
 from .planning.options import DEFAULTS, OPTIONS, PartitionOptions
 
-FILES = frozenset({"plan.json", "README.md", "report.html", "__init__.py"})
-FOLDERS = frozenset({"weights", "hf", "__pycache__"})
+FILES = frozenset({"plan.json", "README.md", "report.html", "__init__.py", elastic.FILE})
+FOLDERS = frozenset({"weights", "hf", "__pycache__", elastic.FOLDER})
 """The files and folders that a generated folder may hold besides its stages."""
 
 

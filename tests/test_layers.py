@@ -50,7 +50,7 @@ WITHOUT_TORCH = {"runtime/schedule", "runtime/plan"}
 # The compiler runs generated files, times them and draws pages as the runtime does.
 USED_BY_THE_PARTITIONER = {
     *("runtime", "runtime/schedule", "runtime/plan", "runtime/executor", "runtime/reports"),
-    "runtime/optimizers",
+    *("runtime/optimizers", "runtime/freezing"),
 }
 FILES = sorted(
     path
@@ -145,7 +145,7 @@ def test_only_the_command_line_prints(path: Path) -> None:
         ("runtime/plan/plan.py", "import torch"),
         ("runtime/schedule/schedule.py", "from ..executor.loading import Pipe"),
         ("runtime/plan/plan.py", "from ..data.task import Task"),
-        ("partitioner/planning/solve.py", "from ...runtime.training.loop import train"),
+        ("partitioner/planning/solve.py", "from ...runtime.training.phases import train"),
         ("partitioner/planning/solve.py", "from ..compile import partition"),
         ("partitioner/planning/solve.py", "import runtime"),
         ("runtime/executor/loading.py", "from ... import cli"),

@@ -17,6 +17,7 @@ has one.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from contextlib import ExitStack
@@ -64,6 +65,13 @@ class Capture:
     changed: tuple[str, ...] = ()
     modes: tuple[bool, ...] = (True, False)
     flags: Mapping[str, tuple[bool, bool]] = field(default_factory=dict)
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the graph's text and of the names and shapes of its tensors."""
+        state = self.model.state_dict()
+        shapes = "".join(f"{name}{tuple(tensor.shape)}" for name, tensor in state.items())
+        return hashlib.sha256(f"{self.graph}{shapes}".encode()).hexdigest()
 
     def tensor_spec(self, node: fx.Node) -> TensorSpec:
         """Name, dtype and symbolic shape of a node whose value is a tensor.

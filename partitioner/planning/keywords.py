@@ -47,6 +47,8 @@ class PartitionKeywords(PlanConfig, OutlineKeywords, total=False):
     """The options of `PartitionOptions` that `partition` reads."""
 
     model_args: Mapping[str, Any] | None
+    elastic: str | None
+    freeze: str | None
     loss: str | Callable[..., Any] | None
     stages: int | None
     method: str

@@ -17,6 +17,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ...runtime.errors import PlanError
+from ...runtime.freezing.elastic import check_lengths
+from ...runtime.freezing.rules import FORM as FREEZING_FORM
+from ...runtime.freezing.rules import WORDS as FREEZING_RULES
 from ...runtime.known_names import PARTITION
 from ...runtime.limits import (
     Choice,
@@ -27,6 +30,7 @@ from ...runtime.limits import (
     Text,
     Whole,
     bytes_of,
+    form,
     key_values,
     path,
     refusal,
@@ -235,6 +239,18 @@ class PartitionOptions:
         Either(Text("a memory size", "11GiB", bytes_of), Whole(1, 10**18, 10**9)),
         "Memory limit of each rank, such as 11GiB or 500MB.",
     )
+    elastic: str | None = _writes(
+        None,
+        Text("lengths of a pipeline", "4,2,1", form(r"[1-9][0-9]{0,3}(,[1-9][0-9]{0,3})+")),
+        "Lengths that the pipeline may have while blocks freeze, such as 4,2,1: also plans what is "
+        "left to train at each number of frozen blocks, for asyncpipe-train --elastic.",
+    )
+    freeze: str | None = _writes(
+        None,
+        Text(FREEZING_RULES, "schedule:1/3", form(FREEZING_FORM)),
+        "With --elastic, the rule by which blocks will freeze: only what it can reach is planned. "
+        "[default: every number of blocks]",
+    )
     explain: bool = _plans(
         False,
         Flag(),
@@ -309,6 +325,21 @@ class PartitionOptions:
 
     def __post_init__(self) -> None:
         check_options({entry.name: getattr(self, entry.name) for entry in fields(self)})
+        if self.lengths:
+            check_lengths(self.lengths, self.stages, self.schedule)
+            for name, value in (("devices", self.devices), ("ranks", self.ranks)):
+                if value is not None:
+                    raise PlanError(
+                        f"--elastic plans equal ranks with one stage each, but --{name} is given.",
+                        "Leave one of them out.",
+                    )
+        elif self.freeze is not None:
+            raise PlanError(f"--freeze {self.freeze} requires --elastic.", "--elastic 4,2,1")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of `elastic`; () without it."""
+        return tuple(map(int, self.elastic.split(","))) if self.elastic else ()
 
     @property
     def running(self) -> PlanConfig:

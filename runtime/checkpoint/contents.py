@@ -44,6 +44,7 @@ from .storage import own_names
 
 if TYPE_CHECKING:
     from ..training.stage_optimizer import StageSteps
+    from .hand_over import HandOver
 
 _PYTHON_VERSION = 3
 """The version of the state that `random.getstate` returns."""
@@ -294,10 +295,15 @@ _LONGEST = 256
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """An intact checkpoint and its metadata."""
+    """An intact checkpoint and its metadata.
+
+    path: its folder.
+    held: the state in memory; None if it is in the folder.
+    """
 
     path: Path
     facts: Facts
+    held: HandOver | None = None
 
 
 def first_good(

@@ -310,6 +310,12 @@ class LearningOptions:
         "Most blocks that --freeze may freeze. [default: all, or all but the last if nothing "
         "follows the blocks]",
     )
+    elastic: bool = _learns(
+        False,
+        Flag(),
+        "Continue with a shorter pipeline and more replicas when blocks freeze, as "
+        "asyncpipe-partition --elastic has planned.",
+    )
     ema: float | None = _learns(
         None,
         Number(0, 1, 0.999, below=1),

@@ -295,6 +295,18 @@ def _in_groups(world: World, plan: Plan, timeout: datetime.timedelta) -> World:
     )
 
 
+def regrouped(world: World, plan: Plan, replicas: int, timeout_s: float) -> World:
+    """The world with its ranks in another number of pipelines. Collective; the groups of the ones
+    before end."""
+    if replicas == world.replicas:
+        return world
+    for group in (world.replica_group, world.data_parallel_group):
+        if group is not None:
+            dist.destroy_process_group(group)
+    alike = replace(world, replicas=replicas, replica_group=None, data_parallel_group=None)
+    return _in_groups(alike, plan, datetime.timedelta(seconds=timeout_s))
+
+
 def gather_alike(content: bytes, ranks: int, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """The content of each rank of a group; all must have the same length."""
     own = torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -49,12 +49,14 @@ def load_stage(
     *,
     weights: str | Path | None = None,
     device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
     code: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Builds stage `index` of a generated folder and loads its tensors.
 
     `weights` is a safetensors file or folder of the original model; by default the folder's own
-    weights. Each stage reads only its own tensors. `code` is as for `load_stage_class`. Raises
+    weights. Each stage reads only its own tensors. `dtype` is that of floating-point tensors, by
+    default as generated. `code` is as for `load_stage_class`. Raises
     PlanError if the folder lacks the stage or has no weights, DataError if the weights belong to
     another model.
     """
@@ -69,6 +71,7 @@ def load_stage(
         )
     with SkipRandomInit():
         module = load_stage_class(folder, spec, code)()
+    module.to(dtype=dtype)  # before it is filled: weights of a checkpoint keep all their digits
     fill_stage(module, weights or own, plan)
     _fill_constants(module, own, plan)
     return module.to(device)

@@ -44,7 +44,7 @@ from ..tensor_files import check_weights
 from ..training.batches import needs_encoding, open_data, prepare_data
 from ..training.clipping import check_clipping_ranks
 from ..training.evaluation import check_name
-from ..training.loop import train
+from ..training.phases import check_elastic, train
 from ..training.setup import Job
 from ..user_code import check_own_file, exits_as_errors, import_object, names_object
 
@@ -54,6 +54,7 @@ _PLAN = "plan.json"
 def check_job(job: Job) -> None:
     """Raises the AsyncPipeError that a rank would raise during its setup."""
     config = job.config
+    check_elastic(job)
     schedule = make_segment(job.plan, config, steps=1)
     check_clipping_ranks(config, schedule.stages, len(schedule.ranks))
     if config.compile:

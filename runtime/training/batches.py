@@ -40,8 +40,10 @@ from ..data.tokens import (
     token_files,
 )
 from ..errors import LOADER_HAS_ENDED, AsyncPipeError, DataError, is_of_loader
+from ..formatting import write_duration
 from ..locations import is_url
-from ..plan.plan import Plan
+from ..plan.forecast import Forecast
+from ..plan.plan import READ_FROM, Plan
 from ..rng import drawing_from
 from ..tensor_files import dtype_of
 from ..user_code import names_object, own_line
@@ -366,3 +368,39 @@ def _digest(tokens: Tokens, sample: int = 1 << 20) -> bytes:
     for part in (tokens.ids[:sample], tokens.ids[-sample:]):
         sha256.update(part.tobytes())
     return sha256.digest()
+
+
+_LONG_S = 60.0
+"""Evaluations that take longer are warned of."""
+
+
+def tokenizer_warning(config: RunConfig, plan: Plan, task: Task) -> str:
+    """A warning for a model with trained weights whose text is read as bytes by default; ""
+    otherwise."""
+    is_read = task.kind == "text" and is_plain_text(config.data) and config.tokenizer is None
+    if not is_read or not plan.weights.startswith(READ_FROM):
+        return ""
+    return (
+        f"the text is read as bytes, but the weights of {plan.name} were {plan.weights}, which has "
+        "no tokenizer.json: its tokens are others. Give --tokenizer path/to/tokenizer.json."
+    )
+
+
+def evaluation_warning(config: RunConfig, plan: Plan, data: Data, forecast: Forecast | None) -> str:
+    """A warning if evaluations of all data take more than a minute, and longer than the training,
+    by the plan's costs; "" otherwise."""
+    if data.evaluation is None or forecast is None or config.eval_batches is not None:
+        return ""
+    batch = EvaluationBatch.of(len(data.evaluation), config.micro_batch_size)
+    slowest_ms = max(stage.forward_ms for stage in plan.stages)
+    once_s = batch.count * slowest_ms / 1e3
+    times = config.steps // config.eval_every if config.eval_every else 1
+    trained_s = config.steps * forecast.step_ms / 1e3
+    if once_s < _LONG_S or once_s * times < trained_s:
+        return ""
+    part = max(1, int(batch.count * _LONG_S / 4 / once_s))
+    return (
+        f"an evaluation of all {batch.length:,} samples takes {write_duration(once_s)} by the "
+        f"plan's costs, the training {write_duration(trained_s)}. --eval-batches {part} evaluates "
+        "a part."
+    )

@@ -15,7 +15,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.contents import FoundCheckpoint, Rank, Wanted, put, state_of, weights_of
 from ..checkpoint.folders import STATE, WEIGHTS, CheckpointError, Facts
+from ..checkpoint.hand_over import HandOver
 from ..checkpoint.resuming import differences
 from ..checkpoint.saving import CheckpointPart, Saver
 from ..checkpoint.storage import copy_configuration, write_weights
@@ -35,6 +36,18 @@ from ..plan.plan import Plan
 from ..process import STOPPED, STOPPING, Ended, handled
 from ..schedule.asynchronous import ASYNCHRONOUS
 from .optimizer_step import OptimizerStepper
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is: the fields of `Facts` of these names."""
+
+    step: int
+    samples: int
+    schedule: str
+    trainer: Mapping[str, Any]
+    evaluation: float | None
+    seconds: float
 
 
 class Checkpoints:
@@ -63,41 +76,34 @@ class Checkpoints:
         every = self._config.save_every
         return every > 0 and (step % every == 0 or step == self._config.steps)
 
-    def save(
-        self,
-        rank: Rank,
-        step: int,
-        *,
-        samples: int,
-        schedule: str,
-        trainer: Mapping[str, Any],
-        evaluation: float | None,
-        seconds: float,
-    ) -> None:
+    def save(self, rank: Rank, progress: Progress) -> None:
         """Copies the state after a step and starts writing it. Raises CheckpointError when the
         previous checkpoint could not be written."""
-        if step == self._saved:
+        if progress.step == self._saved:
             return
-        self._saved = step
+        self._saved = progress.step
         self._saver.finish()
-        world = rank.world
         with self._activities.during(Activity("writing", "copies its state for a checkpoint")):
             part = CheckpointPart(weights_of(rank, self._unused), state_of(rank))
-        facts = Facts(
+        self._saver.save(part, self._facts(rank, progress))
+
+    def hand_over(self, rank: Rank, progress: Progress) -> FoundCheckpoint:
+        """The state after a step in memory, for ranks with other stages. Collective among
+        replicas."""
+        with self._activities.during(Activity("other", "copies its state for other stages")):
+            held = HandOver(rank, self._unused)
+        return FoundCheckpoint(Path(), self._facts(rank, replace(progress, schedule="")), held)
+
+    def _facts(self, rank: Rank, progress: Progress) -> Facts:
+        return Facts(
             plan=rank.plan.name,
-            step=step,
-            samples=samples,
-            length=self._length,
             stages=len(rank.plan.stages),
-            ranks=world.ranks,
-            replicas=world.replicas,
-            schedule=schedule,
-            evaluation=evaluation,
-            seconds=seconds,
-            trainer=trainer,
+            ranks=rank.world.ranks,
+            replicas=rank.world.replicas,
+            length=self._length,
             settings=asdict(self._config),
+            **{entry.name: getattr(progress, entry.name) for entry in fields(progress)},
         )
-        self._saver.save(part, facts)
 
     def poll(self) -> None:
         """Reports the checkpoints that were completed meanwhile."""
@@ -122,10 +128,13 @@ def resume(
     has_optimizer = _is_same(str(facts.settings.get("optimizer")), config.optimizer)
     each_has_own = rank.is_async and was_async and facts.stages == len(rank.plan.stages)
     wanted = Wanted(rank)
-    state = read_tensors(
-        checkpoint.path / STATE,
-        lambda key: wanted(key) and (has_optimizer or not key.startswith("optimizer.")),
-    )
+    if checkpoint.held is not None:
+        state = checkpoint.held.take(rank)
+    else:
+        state = read_tensors(
+            checkpoint.path / STATE,
+            lambda key: wanted(key) and (has_optimizer or not key.startswith("optimizer.")),
+        )
     try:
         put(rank, state, facts.step, each_has_own=each_has_own)
         trainer.load(facts.trainer)

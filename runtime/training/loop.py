@@ -2,98 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
+from ..checkpoint.contents import FoundCheckpoint
 from ..checkpoint.resuming import how_to_go_on
 from ..checkpoint.saving import Saver
 from ..config.freezing_options import events_of
 from ..config.segments import RunSegment, segments
-from ..config.settings import RunConfig
 from ..control.callbacks import Callbacks, Patience, Request, agreed
 from ..distributed.equality import Equality, SharedParameterError, find_difference, held_parameters
-from ..distributed.failure import RankFolder
-from ..distributed.process_groups import SharedStore, World
-from ..executor.instrumented import Activities, Activity
+from ..executor.instrumented import Activity
 from ..executor.loading import load_unused
 from ..formatting import write_loss
-from ..monitoring.diagnostics import memory_watched
 from ..monitoring.gather import Gather, RankFigures
-from ..monitoring.records import EvalRecord, Reporter
+from ..monitoring.records import EvalRecord, StepRecord
 from ..monitoring.trace import Tracing
-from ..monitoring.trackers import CompositeReporter, reporting
-from ..monitoring.watchdog import Watchdog
-from ..rng import drawing_from
+from ..monitoring.trackers import CompositeReporter
 from ..schedule.schedule import Schedule
-from ..user_code import exits_as_errors
-from ..watch.server import ViewError
-from ..watch.worker import start_viewer
-from .checkpointing import Checkpoints, Stopped, Stopping, describe_resumption, resume, save_weights
-from .read_ahead import readers_end
+from .checkpointing import (
+    Checkpoints,
+    Progress,
+    Stopped,
+    Stopping,
+    describe_resumption,
+    resume,
+    save_weights,
+)
 from .remeasure import Remeasuring
 from .run_summary import report_end
 from .sample_trainer import StageTrainer, check_tokens
-from .setup import Job, Setup, find_checkpoint, set_up, write_schedule
+from .setup import Setup, write_schedule
 from .step_records import Watch
 
 
-def train(
-    job: Job,
-    world: World,
-    make_reporter: Callable[[RunConfig], Reporter],
-    on_step: Callable[[int], None] = lambda step: None,
-) -> None:
-    """Trains this rank's stages; every rank calls it.
+class Run:
+    """One rank's run, or a phase of it: its stages, data feeds, optimizer steps, checkpoints and
+    reporter."""
 
-    Random numbers that user code draws depend on the seed alone and are the same on all ranks. The
-    reporter is created on rank 0 only. `on_step` is called with every step that this rank
-    completes. Raises the AsyncPipeError that ends this rank, and Stopped when the run was asked to
-    stop.
-    """
-    activities, board = Activities(), SharedStore(world)
-    with (
-        drawing_from(job.config.seed, "run"),
-        readers_end(),
-        Watchdog(job.config, job.folder, world, activities) as watchdog,
-        memory_watched(job.plan, job.config, world, activities),
-        Stopping(board, patience_s=job.config.patience_s) as stopping,
-    ):
-        job, checkpoint, skipped = find_checkpoint(job, world, activities)
-        shown = partial(_make_shown, make_reporter, job.folder)
-        with reporting(job.config, job.folder, world, shown) as reporter, exits_as_errors():
-            if reporter is not None:
-                watchdog.tell = reporter.on_warning
-                for text in skipped:
-                    reporter.on_warning(text)
-            setup = set_up(job, world, reporter, checkpoint, on_step, activities, board)
-            with activities.during(Activity("other", "loads its stages")):
-                run = _Run(setup, stopping)
-            run.train()
-            run.end()
-
-
-def _make_shown(
-    make_reporter: Callable[[RunConfig], Reporter], folder: Path, config: RunConfig
-) -> Reporter:
-    """The reporter that shows the run, which alone has the address of `--watch`: files and trackers
-    would keep it. A restarted run keeps its viewer."""
-    reporter = make_reporter(config)
-    if config.watch and not RankFolder(folder).why_again:
-        try:
-            reporter.on_note("watch", start_viewer(folder))
-        except (ViewError, OSError) as error:
-            reporter.on_warning(f"--watch has no effect: {error}")
-    return reporter
-
-
-class _Run:
-    """One rank's run: its stages, data feeds, optimizer steps, checkpoints and reporter."""
-
-    def __init__(self, setup: Setup, stopping: Stopping) -> None:
+    def __init__(
+        self, setup: Setup, stopping: Stopping, *, first: StepRecord | None = None
+    ) -> None:
         job, world, schedule = setup.job, setup.world, setup.schedule
         config, plan, checkpoint = job.config, job.plan, setup.checkpoint
         self._setup, self._config, self._plan, self._world = setup, config, plan, world
@@ -123,8 +74,9 @@ class _Run:
         self._evaluation = self._trainer.make_evaluator(self._activities)
         self._evaluated: EvalRecord | None = None
         self._difference: str | None = None
+        self._has_next = False
         self._gather = Gather(world, len(plan.stages))
-        self._watch = self._make_watch()
+        self._watch = self._make_watch(first)
         self._steps = Remeasuring(
             plan,
             config,
@@ -140,12 +92,17 @@ class _Run:
         check_tokens(setup, self._modules)
         self._checkpoints = self._resume()
 
-    def _make_watch(self) -> Watch | None:
+    @property
+    def first(self) -> StepRecord | None:
+        """The record of the first step, on rank 0."""
+        return next(iter(self._watch.records), None) if self._watch is not None else None
+
+    def _make_watch(self, first: StepRecord | None) -> Watch | None:
         """On rank 0, turns the metrics of all ranks into records."""
         checkpoint = self._setup.checkpoint
         if self._reporter is None:
             return None
-        return Watch(
+        watch = Watch(
             self._config,
             self._setup.job.task,
             self._gather,
@@ -155,10 +112,13 @@ class _Run:
             length=self._trainer.agreement.length,
             seconds=checkpoint.facts.seconds if checkpoint else 0.0,
         )
+        watch.records += [] if first is None else [first]
+        return watch
 
-    def train(self) -> None:
+    def train(self) -> FoundCheckpoint | None:
         """Runs all segments with the evaluations and checkpoints between them, and a last
-        evaluation. Raises Stopped when the run was asked to stop before its end."""
+        evaluation. Of an elastic run that continues with other stages, returns the state that these
+        begin with. Raises Stopped when the run was asked to stop before its end."""
         config, steps_made = self._config, self._setup.start
         self._gather.start(config.steps - steps_made)
         is_over = self._is_patience_over(steps_made)
@@ -171,6 +131,8 @@ class _Run:
             if steps_made < segment.steps.stop:
                 break
             is_over = self._act(steps_made)
+            if self._has_next and not is_over and steps_made < config.steps:
+                return self._hand_over(steps_made)
         is_stopped = steps_made < config.steps and not is_over
         if is_stopped:
             self._save(steps_made)
@@ -178,12 +140,25 @@ class _Run:
             self._evaluate(steps_made)
         if is_over and config.save_every:
             self._save(steps_made)
+        self._close()
+        if is_stopped:
+            self._stop(steps_made)
+        return None
+
+    def _close(self) -> None:
         with self._activities.during(Activity("meet", "the metrics of all steps")):
             self._gather.finish()
         self._executor.close()
         self._checkpoints.finish()
-        if is_stopped:
-            self._stop(steps_made)
+
+    def _hand_over(self, step: int) -> FoundCheckpoint:
+        """Ends these stages after a step; returns their state for those of the next phase."""
+        self._drain(step)
+        stages = self._trainer.stages
+        handed_over = self._checkpoints.hand_over(stages.as_rank(), self._progress(step))
+        self._trainer.close()
+        self._close()
+        return handed_over
 
     def _act(self, step: int) -> bool:
         """Freezes blocks, evaluates and saves after a step where that is due or asked for; returns
@@ -210,6 +185,9 @@ class _Run:
         if (event := stages.event_at(step)) is None:
             return
         self._drain(step)
+        if self._config.elastic:
+            self._has_next = stages.take_note(event)
+            return
         with self._activities.during(Activity("other", "freezes blocks")):
             has_changed = stages.freeze(event, step)
         if has_changed and stages.freezing is not None:
@@ -336,10 +314,8 @@ class _Run:
             self._set_lr_factor(self._stepper.lr_factor)
             if (state := checkpoint.facts.trainer.get("patience")) is not None:
                 self._patience = Patience.of(state)
-            for text in describe_resumption(checkpoint, config, self._trainer.agreement.length):
-                self._note("resumed", text)
-            if again := self._trainer.describe_resumption():
-                self._note("resumed", again)
+            if checkpoint.held is None:
+                self._note_resumption(checkpoint)
         saver = Saver(
             setup.job.folder,
             self._plan,
@@ -351,7 +327,7 @@ class _Run:
             unused=self._unused,
         )
         return Checkpoints(
-            config,
+            setup.job.started or config,
             saver,
             self._activities,
             unused=self._unused,
@@ -359,15 +335,24 @@ class _Run:
             first_step=checkpoint.facts.step if checkpoint else -1,
         )
 
+    def _note_resumption(self, checkpoint: FoundCheckpoint) -> None:
+        config = self._setup.job.started or self._config
+        for text in describe_resumption(checkpoint, config, self._trainer.agreement.length):
+            self._note("resumed", text)
+        if again := self._trainer.describe_resumption():
+            self._note("resumed", again)
+
     def _save(self, step: int) -> None:
         if not self._config.has_network:
             return
         self._drain(step)  # so that a resumed run has the records up to this step
         self._compare_shared()
+        self._checkpoints.save(self._trainer.stages.as_rank(), self._progress(step))
+
+    def _progress(self, step: int) -> Progress:
         evaluated = self._evaluated
-        self._checkpoints.save(
-            self._trainer.stages.as_rank(),
-            step,
+        return Progress(
+            step=step,
             samples=self._trainer.batch.position(step),
             schedule=self._steps.text_after(step),
             trainer=self._stepper.state()

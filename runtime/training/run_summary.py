@@ -51,8 +51,7 @@ from ..schedule.schedule import Schedule
 from ..staleness import parse
 from ..transports.choose import TransportChoice
 from ..transports.left_out import WITHOUT_NETWORK
-from .batches import Data
-from .data_warnings import tokenizer_warning
+from .batches import Data, tokenizer_warning
 from .remeasure import when_measured
 from .step_records import Watch
 

@@ -85,6 +85,11 @@ class StageTrainer:
         state = self._samples.state if isinstance(self._samples, ReadAhead) else None
         return {} if state is None else {_STREAM: state}
 
+    def close(self) -> None:
+        """Ends the processes that read data."""
+        if isinstance(self._samples, ReadAhead):
+            self._samples.close()
+
     def describe_resumption(self) -> str:
         """A note on samples of a stream that are read again; "" if none are."""
         data, checkpoint = self._setup.data, self._setup.checkpoint

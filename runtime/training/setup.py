@@ -48,9 +48,8 @@ from ..transports.choose import (
 )
 from ..transports.nccl import Lane, lanes_of
 from ..transports.protocol import Transport
-from .batches import Data, open_data, prepare_data
+from .batches import Data, evaluation_warning, open_data, prepare_data
 from .checkpointing import check_model, check_steps
-from .data_warnings import evaluation_warning
 from .run_summary import announce, describe_data, forecast_run
 
 
@@ -149,6 +148,7 @@ class Job:
     folder: the run's folder.
     code: the SHA-256 of each file of the stages when the command began.
     settings: the options as given; None where no run is started.
+    started: the options with which an elastic run began; None before its first phase.
     lock: the lock of the folder, which the process that leads the run holds.
     """
 
@@ -158,6 +158,7 @@ class Job:
     folder: Path
     code: Mapping[str, str]
     settings: Settings | None = None
+    started: RunConfig | None = None
     lock: FolderLock = field(default_factory=lambda: FolderLock("run"), compare=False)
 
     @property
@@ -214,7 +215,7 @@ class Setup:
     @property
     def weights(self) -> str | None:
         """The location of the stages' weights, if not in the generated folder."""
-        if self.checkpoint is not None:
+        if self.checkpoint is not None and self.checkpoint.held is None:
             return str(self.checkpoint.path / WEIGHTS)
         return initial_weights(self.job.config, self.job.folder)
 

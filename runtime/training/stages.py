@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from ..checkpoint.contents import Rank
+from ..checkpoint.contents import FoundCheckpoint, Rank
 from ..config.asynchronous_options import delays_of
 from ..config.batch_layout import StepBatch
 from ..config.mixed_precision import precision_of
@@ -105,6 +105,14 @@ class TrainedStages:
         number = self.events.number(step)
         return number if number > self.freezing.progress.event else None
 
+    def take_note(self, event: int) -> bool:
+        """Counts an event whose blocks freeze in other stages; returns True if there are some.
+        Collective."""
+        assert self.freezing is not None
+        if has_more := self.freezing.after(event):
+            share_buffers(self.modules, self._world)
+        return has_more
+
     def freeze(self, event: int, step: int) -> bool:
         """Freezes, after a step and between two segments, the blocks that the rule says at an
         event; returns True if these are more than before. Collective."""
@@ -186,6 +194,11 @@ def _exchanged(plan: Plan, config: RunConfig) -> Plan:
     return plan if config.has_network else replace(plan, shared=())
 
 
+def frozen_blocks(checkpoint: FoundCheckpoint | None) -> int:
+    """The number of frozen blocks in a checkpoint; 0 without one."""
+    return Progress.of(checkpoint.facts.trainer.get(FREEZING) if checkpoint else None).depth
+
+
 def _freezing_of(setup: Setup, modules: Mapping[int, nn.Module]) -> Freezing | None:
     config, plan, checkpoint = setup.job.config, setup.job.plan, setup.checkpoint
     if config.freeze is None:
@@ -208,9 +221,10 @@ def load_stages(setup: Setup) -> dict[int, nn.Module]:
             stage,
             weights=setup.weights,
             device=world.machine.device,
+            dtype=dtype_of(config.dtype),
             code=setup.job.code,
         )
-        modules[stage] = module.to(dtype_of(config.dtype)).train()
+        modules[stage] = module.train()
         if config.compile:
             compile_stage(modules[stage])
     return modules

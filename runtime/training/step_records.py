@@ -34,6 +34,7 @@ class Watch:
     length: the samples of an epoch.
     seconds: the duration of the run before it was resumed.
 
+    records: the records of the run's first step and of the last one.
     lr_factor: the factor of a callback on the learning rates of later steps.
     frozen: the number of blocks that are frozen in later steps, and of all; None without --freeze.
     """

@@ -43,9 +43,15 @@ from asyncpipe.runtime.launch.job import make_job
 from asyncpipe.runtime.plan.forecast import Forecast
 from asyncpipe.runtime.plan.plan import READ_FROM, Plan, TensorSpec
 from asyncpipe.runtime.schedule.simulate import Timeline
-from asyncpipe.runtime.training.batches import Data, Feed, open_data, prepare_data
+from asyncpipe.runtime.training.batches import (
+    Data,
+    Feed,
+    evaluation_warning,
+    open_data,
+    prepare_data,
+    tokenizer_warning,
+)
 from asyncpipe.runtime.training.data_consistency import Agreement
-from asyncpipe.runtime.training.data_warnings import evaluation_warning, tokenizer_warning
 from asyncpipe.tests.support.models.hand_folders import CLASSES, WIDTH, write_mlp, write_text
 
 LETTERS = "".join(chr(97 + i % 26) for i in range(4000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,9 +17,9 @@ WIDTH, CLASSES, BLOCKS = 16, 4, 4
 class Block(nn.Module):
     """A residual layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm = norm(WIDTH)
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.25)
 
@@ -29,11 +30,11 @@ class Block(nn.Module):
 class Classifier(nn.Module):
     """An input layer with dropout, `BLOCKS` blocks, and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.25)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(norm) for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,4 +57,23 @@ def write_classifier(folder: Path, *, stages: int = 2) -> Plan:
         name="blocks",
         output=str(folder),
         profile="analytic",
+    )
+
+
+def write_elastic(folder: Path, lengths: str, freeze: str | None = None) -> Plan:
+    """A `Classifier` without statistics, which differ between replicas, with the phases of these
+    lengths."""
+    torch.manual_seed(7)
+    return asyncpipe.partition(
+        Classifier(nn.LayerNorm),
+        {"x": torch.randn(4, WIDTH)},
+        stages=int(lengths.partition(",")[0]),
+        schedule="1f1b",
+        micro_batches=4,
+        loss="cross_entropy",
+        name="blocks",
+        output=str(folder),
+        profile="analytic",
+        elastic=lengths,
+        freeze=freeze,
     )

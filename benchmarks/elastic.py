@@ -1,0 +1,204 @@
+"""Elastic runs that are killed, and elastic runs with many phases.
+
+kills        a rank of a run is killed with SIGKILL at a random moment, and the run restarts its
+             ranks; its weights must be those of an undisturbed run, bit for bit
+transitions  memory, open files and threads of the last stage's rank after each of 50 phases
+
+python benchmarks/elastic.py --kills 20 --transitions 50
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import write_result
+from safetensors.torch import load_file
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(width), nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.dropout(torch.tanh(self.layer(self.norm(x))))
+
+class Net(nn.Module):
+    def __init__(self, blocks, width):
+        super().__init__()
+        self.inner = nn.Linear(16, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x):
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def build(blocks=8, width=32):
+    torch.manual_seed(0)
+    return Net(blocks, width), {"x": torch.randn(4, 16)}
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 16, generator=generator)
+    return {"x": x, "target": x[:, :4].argmax(1)}
+
+def criterion(output, target):
+    import os
+    from torch.nn.functional import cross_entropy
+    pages = int(open("/proc/self/statm").read().split()[1])
+    files, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    with open(f"seen.{os.environ.get('RANK', 0)}", "a") as seen:
+        print(pages * os.sysconf("SC_PAGE_SIZE"), files, threads, file=seen)
+    return cross_entropy(output, target)
+"""
+TRAINED = ("--data", "model.py:data", "--micro-batches", "4", "--schedule", "1f1b", "--warmup", "0")
+
+
+def command(name: str) -> str:
+    found = shutil.which(name, path=f"{sys.prefix}/bin")
+    assert found is not None
+    return found
+
+
+def partition(folder: Path, blocks: int, lengths: str, rule: str) -> None:
+    words = [
+        *(command("asyncpipe-partition"), "--model", "model.py:build", "--stages", lengths[0]),
+        *("--model-arg", f"blocks={blocks}", "--micro-batches", "4", "--schedule", "1f1b"),
+        *("--loss", "cross_entropy", "--profile", "analytic", "--output", "net", "--force"),
+        *("--elastic", lengths, "--freeze", rule, "--quiet"),
+    ]
+    subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+
+def start(folder: Path, output: str, rule: str, steps: int, *more: str) -> subprocess.Popen[bytes]:
+    words = [
+        *(command("asyncpipe-train"), "net", "--output", output, "--steps", str(steps), *TRAINED),
+        *("--freeze", rule, "--freeze-every", "2", "--elastic", "--eval-batches", "0", *more),
+    ]
+    log = (folder / f"{output}.log").open("wb")
+    return subprocess.Popen(words, cwd=folder, stdout=log, stderr=log)
+
+
+def weights(run: Path) -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    for path in sorted((run / "weights").glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+    """The processes of the ranks that a command has started."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+            parents[int(path.parent.name)] = int(fields[1])
+        except OSError:
+            continue
+    own = []
+    for number in parents:
+        above = number
+        while above in parents and above != process.pid:
+            above = parents[above]
+        try:
+            if above == process.pid and b"\0RANK=" in Path(f"/proc/{number}/environ").read_bytes():
+                own.append(number)
+        except OSError:
+            continue
+    return own
+
+
+def kills(folder: Path, number: int) -> dict[str, Any]:
+    rule, steps = "schedule:1/3", 14
+    partition(folder, 8, "4,2,1", rule)
+    begin = time.perf_counter()
+    assert start(folder, "whole", rule, steps).wait() == 0
+    duration = time.perf_counter() - begin
+    expected, rows = weights(folder / "whole"), []
+    for kill in range(number):
+        chosen = random.Random(kill)
+        output = f"killed{kill}"
+        process = start(folder, output, rule, steps, "--save-every", "2", "--restarts", "3")
+        time.sleep(chosen.uniform(0.3, 1.0) * duration)
+        alive = ranks_of(process)
+        victim = chosen.choice(alive) if alive else 0
+        metrics = folder / output / "metrics.jsonl"
+        seen = metrics.read_text().splitlines() if metrics.is_file() else []
+        last = json.loads(seen[-1]) if seen else {}
+        if victim:
+            os.kill(victim, signal.SIGKILL)
+        code = process.wait(300)
+        same = code == 0 and weights(folder / output).keys() == expected.keys()
+        same = same and all(
+            tensor.equal(expected[name]) for name, tensor in weights(folder / output).items()
+        )
+        where = last.get("about") or last.get("event", "start")
+        rows.append({"kill": kill, "killed": bool(victim), "after": where, "equal": same})
+        print(rows[-1], flush=True)
+    return {
+        "killed": sum(row["killed"] for row in rows),
+        "equal": sum(row["equal"] for row in rows),
+        "rows": rows,
+    }
+
+
+def transitions(folder: Path, number: int) -> dict[str, Any]:
+    rule = ",".join(f"{event}={event}" for event in range(1, number + 1))
+    partition(folder, number + 1, "2,1", rule)
+    steps = 2 * number + 2
+    process = start(folder, "many", rule, steps, "--criterion", "model.py:criterion", "--trust")
+    assert process.wait() == 0, (folder / "many.log").read_text()
+    lines = (folder / "many" / "metrics.jsonl").read_text().splitlines()
+    phases = sum('"phase"' in line for line in lines)
+    seen = [
+        list(map(int, line.split()))
+        for path in folder.glob("seen.*")
+        for line in path.read_text().splitlines()
+    ]
+    last = [
+        [int(word) for word in path.read_text().splitlines()[-1].split()]
+        for path in folder.glob("seen.*")
+    ]
+    quarter = len(seen) // 4
+    return {
+        "phases": phases,
+        "memory_mib": [round(row[0] / 2**20, 1) for row in (seen[quarter], *last)],
+        "open_files": [row[1] for row in (seen[quarter], *last)],
+        "threads": [row[2] for row in (seen[quarter], *last)],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--transitions", type=int, default=50)
+    given = parser.parse_args()
+    found: dict[str, Any] = {}
+    for name, measure in (("kills", kills), ("transitions", transitions)):
+        if number := getattr(given, name):
+            with tempfile.TemporaryDirectory() as temporary:
+                folder = Path(temporary)
+                (folder / "model.py").write_text(MODEL)
+                found[name] = measure(folder, number)
+                print(name, {key: value for key, value in found[name].items() if key != "rows"})
+    write_result("elastic", found)
+
+
+if __name__ == "__main__":
+    main()

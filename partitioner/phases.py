@@ -1,0 +1,141 @@
+"""A generated folder -> the phases of an elastic run, each with stages of its own.
+
+For each number of frozen blocks the model is captured and profiled with these blocks frozen, and
+planned at every length that may follow: the exact cut for what is left. A pipeline becomes shorter
+where its fullest rank needs no more memory than the limit, by default that of the first phase, and
+where a step is predicted to be no slower; the ranks that it frees are replicas, which sum
+gradients.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from ..runtime.formatting import counted, write_bytes, write_ms
+from ..runtime.freezing.blocks import blocks_of
+from ..runtime.freezing.elastic import (
+    FILE,
+    FOLDER,
+    Elastic,
+    Phase,
+    phase_folder,
+    pipelines,
+    reachable_depths,
+)
+from ..runtime.freezing.rules import in_full, parse_rule
+from ..runtime.limits import bytes_of
+from ..runtime.plan.forecast import forecast_step
+from ..runtime.plan.plan import Plan
+from .compile import (
+    Compilation,
+    PhaseTimer,
+    Planned,
+    capture_phase,
+    generate_phase,
+    plan_phase,
+    profile_phase,
+    write_phase,
+)
+from .graph.costs import LOCALHOST
+
+
+def write_phases(job: Compilation, plan: Plan, folder: Path) -> Elastic:
+    """Writes the phases into a generated folder, whose plan is the first one, or none of them."""
+    options = job.options
+    blocks, lengths = blocks_of(plan), options.lengths
+    rule = parse_rule(in_full(options.freeze)) if options.freeze else None
+    limit = bytes_of(options.memory_limit) if options.memory_limit else None
+    first = Phase(0, "", lengths[0], *_figures(plan, lengths[0], options.micro_batches))
+    phases = [first]
+    try:
+        for depth in reachable_depths(rule, len(blocks), blocks.most)[1:]:
+            with frozen(job.source.model, blocks.frozen(depth)):
+                most = limit or first.peak_bytes
+                phases.append(_write_phase(job, plan, depth, phases[-1], folder, most))
+        elastic = Elastic(lengths[0], options.micro_batches, tuple(phases))
+        (folder / FILE).write_text(elastic.to_json(), encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)
+        raise
+    return elastic
+
+
+def _write_phase(
+    job: Compilation, plan: Plan, depth: int, before: Phase, folder: Path, limit: int
+) -> Phase:
+    """Plans the model at a depth at every length that may follow, and writes the fastest plan."""
+    has_constants = bool(plan.constants)  # which are stored with weights
+    options, processes = job.options, job.options.lengths[0]
+    quiet = replace(job, end_phase=PhaseTimer(None), on_progress=None)
+    captured = profile = None
+    best: tuple[Phase, Compilation, Planned] | None = None
+    for length in (length for length in options.lengths if length <= before.stages):
+        replicas = processes // length
+        if options.micro_batches % replicas:
+            continue
+        name = phase_folder(depth, length)
+        own = replace(
+            quiet,
+            ranks=length,
+            options=replace(
+                options,
+                stages=length,
+                micro_batches=options.micro_batches // replicas,
+                output=str(folder / name),
+                memory_limit=None,
+                save_weights=has_constants,
+                explain=False,
+                elastic=None,
+                freeze=None,
+            ),
+        )
+        if captured is None or profile is None:
+            captured = capture_phase(own)
+            profile = profile_phase(own, captured)
+        planned = plan_phase(own, captured, profile)
+        figures = _figures(planned.plan, processes, options.micro_batches)
+        phase = Phase(depth, name, length, *figures)
+        fits = phase.peak_bytes <= limit
+        if best is None or (fits and phase.step_ms <= best[0].step_ms):
+            best = phase, own, planned
+    assert best is not None
+    phase, own, planned = best
+    write_phase(own, planned, generate_phase(own, planned))
+    job.end_phase(
+        "phase",
+        f"{counted(depth, 'block')} frozen: {pipelines(phase.stages, processes)}, "
+        f"{write_ms(phase.step_ms)} per step, {write_bytes(phase.peak_bytes)} on the fullest rank",
+        "",
+    )
+    return phase
+
+
+def _figures(plan: Plan, processes: int, micro_batches: int) -> tuple[float, int]:
+    """The predicted time of a step on so many processes, with the sum of the gradients over
+    replicas, and the memory of the fullest rank."""
+    stages = len(plan.stages)
+    replicas = processes // stages
+    step = forecast_step(plan, plan.setting.schedule, micro_batches // replicas)
+    summed = max(stage.memory.gradients for stage in plan.stages) * 2 * (replicas - 1) / replicas
+    peak = max(stage.peak_bytes for stage in plan.stages)
+    return round(step.step_ms + LOCALHOST.transfer_ms(summed), 4), peak
+
+
+@contextmanager
+def frozen(model: nn.Module, names: frozenset[str]) -> Iterator[None]:
+    """Within, these parameters of the model need no gradient."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    changed = [own for name, own in parameters if name in names and own.requires_grad]
+    for parameter in changed:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(True)

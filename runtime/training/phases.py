@@ -1,0 +1,184 @@
+"""Job and process groups -> the run of a rank, phase by phase.
+
+A run has one phase. An elastic run has one for each number of frozen blocks that its rule reaches:
+where blocks freeze, the ranks hand the state of their stages over in memory, form the groups of the
+next phase, and continue with its stages, as if they had resumed from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from ..checkpoint.contents import FoundCheckpoint
+from ..config.settings import RunConfig, SettingsError
+from ..distributed.failure import RankFolder
+from ..distributed.process_groups import SharedStore, World, regrouped
+from ..executor.instrumented import Activities, Activity
+from ..formatting import counted
+from ..freezing.elastic import SCHEDULES, Elastic, pipelines, read_elastic
+from ..limits import typed
+from ..monitoring.diagnostics import memory_watched
+from ..monitoring.records import Reporter
+from ..monitoring.trackers import reporting
+from ..monitoring.watchdog import Watchdog
+from ..plan.plan import read_plan
+from ..plan.trust import code_hashes, is_trusted, untrusted
+from ..rng import drawing_from
+from ..user_code import exits_as_errors
+from ..watch.server import ViewError
+from ..watch.worker import start_viewer
+from .checkpointing import Stopping
+from .loop import Run
+from .read_ahead import readers_end
+from .setup import Job, Setup, agree, find_checkpoint, set_up, write_schedule
+from .stages import frozen_blocks
+
+
+def train(
+    job: Job,
+    world: World,
+    make_reporter: Callable[[RunConfig], Reporter],
+    on_step: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Trains this rank's stages; every rank calls it.
+
+    Random numbers that user code draws depend on the seed alone and are the same on all ranks. The
+    reporter is created on rank 0 only. `on_step` is called with every step that this rank
+    completes. Raises the AsyncPipeError that ends this rank, and Stopped when the run was asked to
+    stop.
+    """
+    activities, board = Activities(), SharedStore(world)
+    with (
+        drawing_from(job.config.seed, "run"),
+        readers_end(),
+        Watchdog(job.config, job.folder, world, activities) as watchdog,
+        memory_watched(job.plan, job.config, world, activities),
+        Stopping(board, patience_s=job.config.patience_s) as stopping,
+    ):
+        job, checkpoint, skipped = find_checkpoint(job, world, activities)
+        shown = partial(_make_shown, make_reporter, job.folder)
+        with reporting(job.config, job.folder, world, shown) as reporter, exits_as_errors():
+            if reporter is not None:
+                watchdog.tell = reporter.on_warning
+                for text in skipped:
+                    reporter.on_warning(text)
+            job, world = at_depth(job, world, frozen_blocks(checkpoint))
+            setup = set_up(job, world, reporter, checkpoint, on_step, activities, board)
+            with activities.during(Activity("other", "loads its stages")):
+                run = Run(setup, stopping)
+            while (handed_over := run.train()) is not None:
+                first = run.first
+                del run  # its stages make room for the next ones
+                setup = next_phase(setup, handed_over)
+                with activities.during(Activity("other", "loads its stages")):
+                    run = Run(setup, stopping, first=first)
+            run.end()
+
+
+def _make_shown(
+    make_reporter: Callable[[RunConfig], Reporter], folder: Path, config: RunConfig
+) -> Reporter:
+    """The reporter that shows the run, which alone has the address of `--watch`: files and trackers
+    would keep it. A restarted run keeps its viewer."""
+    reporter = make_reporter(config)
+    if config.watch and not RankFolder(folder).why_again:
+        try:
+            reporter.on_note("watch", start_viewer(folder))
+        except (ViewError, OSError) as error:
+            reporter.on_warning(f"--watch has no effect: {error}")
+    return reporter
+
+
+def check_elastic(job: Job) -> None:
+    """Raises SettingsError or PlanError where a run cannot be elastic."""
+    config = job.config
+    if not config.elastic:
+        return
+    if config.freeze is None:
+        raise SettingsError("--elastic, but no blocks freeze.", "--freeze schedule:1/3")
+    if config.schedule not in SCHEDULES:
+        raise SettingsError(
+            f"--elastic, but --schedule is {config.schedule}.",
+            f"--schedule {' or '.join(SCHEDULES)}",
+        )
+    for name in ("callbacks", "schedule_file", "trace", "compile"):
+        if value := getattr(config, name):
+            raise SettingsError(
+                f"{typed(name, value)} cannot be combined with --elastic, whose stages change.",
+                "Leave one of them out.",
+            )
+    elastic, ranks = read_elastic(Path(config.folder)), config.pipelines * len(job.plan.stages)
+    total = config.micro_batches * config.pipelines
+    for phase in elastic.phases:
+        if ranks % phase.stages or total % (ranks // phase.stages):
+            raise SettingsError(
+                f"--elastic trains {pipelines(phase.stages, ranks)} from {phase.depth} frozen "
+                f"blocks on, which cannot share out {total} micro-batches.",
+                f"--micro-batches {elastic.micro_batches}",
+            )
+
+
+def at_depth(job: Job, world: World, depth: int) -> tuple[Job, World]:
+    """The job and the world of the phase with so many frozen blocks; those that were given if the
+    run is not elastic. Collective. Raises PlanError for damaged phases."""
+    started = job.started or job.config
+    if not started.elastic:
+        return job, world
+    elastic = read_elastic(Path(started.folder))
+    if job.started is None:
+        _check_code(elastic, started, world)
+    phase = elastic.at(depth)
+    folder = Path(started.folder) / phase.folder
+    replicas = world.ranks // phase.stages
+    config = replace(
+        started,
+        folder=str(folder),
+        schedule=started.schedule if phase.stages > 1 else "single",
+        replicas=replicas,
+        micro_batches=started.micro_batches * started.pipelines // replicas,
+        init_from=started.init_from or str(Path(started.folder) / "weights"),
+    )
+    planned = job.planned if folder == Path(job.config.folder) else read_plan(folder)
+    code = job.code if planned is job.planned else code_hashes(folder)
+    own = replace(job, config=config, planned=planned, code=code, started=started)
+    return own, regrouped(world, own.plan, replicas, config.patience_s)
+
+
+def _check_code(elastic: Elastic, config: RunConfig, world: World) -> None:
+    """Raises TrustError if no host trusts the code of a phase, and SettingsError if hosts have
+    different code. Collective."""
+    for phase in elastic.phases[1:]:
+        folder = Path(config.folder) / phase.folder
+        code = json.dumps(code_hashes(folder), sort_keys=True).encode()
+        if len(set(world.gathered(hashlib.sha256(code).digest()))) > 1:
+            raise SettingsError(
+                f"{folder} differs between hosts.", "Copy the generated folder to all of them."
+            )
+        if not any(world.sums([float(config.trust or is_trusted(folder))])):
+            raise untrusted(str(folder))
+
+
+def next_phase(setup: Setup, handed_over: FoundCheckpoint) -> Setup:
+    """The setup of the phase that begins with this state. Collective."""
+    depth = frozen_blocks(handed_over)
+    with setup.activities.during(Activity("meet", "the groups of the next phase")):
+        job, world = at_depth(setup.job, setup.world, depth)
+    following = agree(
+        job,
+        world,
+        setup.activities,
+        setup.board,
+        checkpoint=handed_over,
+        reporter=setup.reporter,
+        on_step=setup.on_step,
+    )
+    if setup.reporter is not None:
+        write_schedule(job.folder, following.schedule)
+        text = f"{counted(depth, 'block')} frozen: {pipelines(len(job.plan.stages), world.ranks)}"
+        setup.reporter.on_note("phase", f"{text}, after step {handed_over.facts.step}")
+    return following

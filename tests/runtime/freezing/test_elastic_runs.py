@@ -1,0 +1,123 @@
+"""Elastic runs train as a plain loop that freezes at the same steps, on any pipelines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncpipe.partitioner.planning.options import PartitionOptions
+from asyncpipe.runtime.errors import AsyncPipeError, PlanError
+from asyncpipe.runtime.freezing.elastic import FILE, read_elastic
+from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.tests.runtime.freezing.test_freezing_runs import (
+    DEPTHS,
+    assert_equal,
+    loop,
+    settings,
+    train,
+)
+from asyncpipe.tests.support.models.blocks import BLOCKS, write_elastic
+from asyncpipe.tests.support.processes.quick_python import run
+from asyncpipe.tests.support.processes.silent_reporter import FACTORY
+
+NAME = "phases/f01_2p"
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generated") / "blocks"
+    write_elastic(folder, "2,1", ",".join(f"{depth}={depth}" for depth in DEPTHS.values()))
+    return folder
+
+
+def test_the_phases_are_what_is_left_to_train(blocks: Path) -> None:
+    elastic = read_elastic(blocks)
+    assert elastic.processes == 2 and elastic.micro_batches == 4
+    assert [phase.depth for phase in elastic.phases] == [0, *DEPTHS.values()]
+    assert [phase.stages for phase in elastic.phases][0] == 2
+    assert elastic.phases[-1].stages == 1
+    first, *later = (read_plan(blocks / phase.folder) for phase in elastic.phases)
+    for plan, phase in zip(later, elastic.phases[1:], strict=True):
+        assert len(plan.stages) == phase.stages
+        trained = sum(stage.memory.gradients for stage in plan.stages)
+        assert trained < sum(stage.memory.gradients for stage in first.stages)
+        assert phase.peak_bytes <= elastic.phases[0].peak_bytes
+    steps = [phase.step_ms for phase in elastic.phases]
+    assert steps == sorted(steps, reverse=True)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_an_elastic_run_is_the_plain_loop(blocks: Path, tmp_path: Path, schedule: str) -> None:
+    given = {"schedule": schedule, "elastic": True, "clip": 0.5}
+    lines = train(blocks, tmp_path / "run", **given)
+    plain = loop(blocks, (0, 0), 4, schedule=schedule, clip=0.5)
+    assert_equal(lines, tmp_path / "run", plain)
+    depths = [line["frozen"] for line in lines if line["event"] == "step"]
+    assert depths == [[depth, BLOCKS] for depth in (0, 0, 1, 1, 3, 3, 4, 4, 4)]
+    notes = [line["text"] for line in lines if line.get("about") == "phase"]
+    assert len(notes) == 3
+    assert notes[-1] == "4 blocks frozen: 1 stage x 2 replicas, after step 6"
+
+
+def test_an_elastic_run_is_resumed_in_the_right_phase(blocks: Path, tmp_path: Path) -> None:
+    given = {"schedule": "1f1b", "elastic": True, "save_every": 2, "keep_last": 9}
+    whole = train(blocks, tmp_path / "whole", **given)
+    for step in (4, 6, 8):
+        checkpoint = tmp_path / "whole" / "checkpoints" / f"step-{step:06}"
+        lines = train(blocks, tmp_path / f"from{step}", resume=str(checkpoint), **given)
+        losses = {line["step"]: line["loss"] for line in lines if line["event"] == "step"}
+        assert losses == {
+            line["step"]: line["loss"]
+            for line in whole
+            if line["event"] == "step" and line["step"] > step
+        }
+
+
+def test_a_run_without_phases_is_refused(blocks: Path, tmp_path: Path) -> None:
+    given = {"schedule": "1f1b", "elastic": True}
+    with pytest.raises(AsyncPipeError, match="--elastic, but no blocks freeze"):
+        run(settings(blocks, tmp_path / "a", freeze=None, freeze_every=None, **given), FACTORY)
+    with pytest.raises(AsyncPipeError, match="cannot share out 3 micro-batches"):
+        run(settings(blocks, tmp_path / "a", **{**given, "micro_batches": 3}), FACTORY)
+    with pytest.raises(AsyncPipeError, match="--elastic, but --schedule is async-1f1b"):
+        run(settings(blocks, tmp_path / "a", **{**given, "schedule": "async-1f1b"}), FACTORY)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        [],
+        [{"depth": 1, "folder": "", "stages": 2}],
+        [{"depth": 0, "folder": "../elsewhere", "stages": 2}],
+        [{"depth": 0, "folder": "", "stages": 2}, {"depth": 1, "folder": "/tmp", "stages": 1}],
+        [{"depth": 0, "folder": "", "stages": 1}, {"depth": 1, "folder": NAME, "stages": 2}],
+        [{"depth": 0, "folder": "", "stages": 3}],
+    ],
+)  # fmt: skip
+def test_phases_that_cannot_be_are_refused(tmp_path: Path, phases: list[dict[str, object]]) -> None:
+    known = [phase | {"step_ms": 1.0, "peak_bytes": 1} for phase in phases]
+    text = json.dumps({"processes": 2, "micro_batches": 4, "phases": known})
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(PlanError, match="is not a list of phases"):
+        read_elastic(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"elastic": "4,3"}, "3 after 4, but each length"),
+        ({"elastic": "4,4"}, "4 after 4, but each length"),
+        ({"elastic": "2,1"}, "begins with 2, but --stages is 4"),
+        ({"elastic": "4,2", "schedule": None}, "--schedule is not given"),
+        ({"elastic": "4,2", "ranks": 4}, "--ranks is given"),
+        ({"freeze": "schedule:1/3"}, "requires --elastic"),
+    ],
+)
+def test_lengths_that_cannot_be_are_refused(given: dict[str, object], error: str) -> None:
+    options: dict[str, Any] = {"stages": 4, "schedule": "1f1b", **given}
+    with pytest.raises(PlanError, match=error):
+        PartitionOptions(**options)
