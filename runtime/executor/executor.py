@@ -20,7 +20,7 @@ from ..plan.plan import Plan, verify_evaluates
 from ..rng import GeneratorState, micro_batch_seed
 from ..schedule.schedule import Action, Schedule, shared_delay, split_backwards
 from ..staleness import Steps, make_staleness
-from ..staleness.weight_versions import Weights, WeightVersions
+from ..staleness.weight_versions import IsFinal, Weights, WeightVersions
 from ..transports.protocol import GENERATOR_STATE, CastingTransport, Handle, Transport
 from .instrumented import Observer, RunRecorder, RunReport
 from .mailbox import Mailbox, Sizes, channels_of_each
@@ -37,6 +37,7 @@ from .run import (
     check_loss,
     check_schedule,
     immediate_backward,
+    in_eval_mode,
     loss_divisors,
     loss_of_stage,
     may_draw,
@@ -216,10 +217,11 @@ class Executor:
                     case "F":
                         yield from self._forward(run, action)
                     case "B":
+                        is_final = None
                         if action.stage in ends.get(position, ()):
                             version = self.weights[action.stage].version + 1
-                            run.recorder.observer.on_last_backward(action.stage, version)
-                        yield from self._backward(run, action)
+                            is_final = run.recorder.observer.on_last_backward(action.stage, version)
+                        yield from self._backward(run, action, is_final)
                     case "W":
                         self._weight_backward(run, action)
                     case "S":
@@ -346,12 +348,14 @@ class Executor:
         if loss is not None:
             run.recorder.loss(micro_batch, loss)
 
-    def _backward(self, run: PipelineRun, action: Action) -> Generator[Handle, None, None]:
+    def _backward(
+        self, run: PipelineRun, action: Action, is_final: IsFinal | None
+    ) -> Generator[Handle, None, None]:
         stage, binder = self.stages[action.stage], self.binders[action.stage]
         micro_batch = run.numbers.number(action.index)
         where = action.stage, action.index
         repeats = stage.is_repeatable(micro_batch)
-        bound = binder.backward(run.version_pairs[where], repeats=repeats)
+        bound = binder.backward(run.version_pairs[where], repeats=repeats, is_final=is_final)
         channels = run.mailbox.incoming("gradient", action.stage)
         if repeats and not all(channel.is_local for channel in channels):
             # Recompute while the gradient is on its way.
@@ -429,12 +433,9 @@ class Executor:
     def _modes(self, training: bool) -> Iterator[None]:
         """Eval mode and `eval_weights` inside, for a run without training; a training run changes
         neither."""
-        with ExitStack() as restored:
-            if not training:
-                verify_evaluates(self.plan)
-                restored.enter_context(self.eval_weights())
-                for stage in self.stages.values():
-                    for module in stage.module.modules():
-                        restored.callback(setattr, module, "training", module.training)
-                    stage.module.eval()
+        if training:
+            yield
+            return
+        verify_evaluates(self.plan)
+        with self.eval_weights(), in_eval_mode([stage.module for stage in self.stages.values()]):
             yield

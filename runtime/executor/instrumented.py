@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..schedule.schedule import Action, Numbering
-from ..staleness.weight_versions import LedgerEntry
+from ..staleness.weight_versions import IsFinal, LedgerEntry
 from ..transports.protocol import GENERATOR_STATE
 from .weight_binding import Gap
 
@@ -255,10 +255,12 @@ class Observer:
     def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
         """The model outputs that a stage of this rank made, detached."""
 
-    def on_last_backward(self, stage: int, version: int) -> None:
+    def on_last_backward(self, stage: int, version: int) -> IsFinal | None:
         """The backward that completes the stage's gradients before the step to `version` is about
         to begin: each `.grad` is final when it is accumulated. Not called if that backward is
-        split."""
+        split. Returns what to call with a weight whose gradient is final where no hook of the
+        weight is called, because the forward has read copies."""
+        return None
 
     def on_gradients(self, stage: int, version: int) -> None:
         """The stage has ended its last backward before the step to `version`: its `.grad` are

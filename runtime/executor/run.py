@@ -13,7 +13,8 @@ import inspect
 import linecache
 import re
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypedDict
@@ -192,6 +193,17 @@ def _authors_place(file: str, line: int, first: int) -> str:
         if match := _PLACE.search(linecache.getline(file, number)):
             return match[1]
     return ""
+
+
+@contextmanager
+def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Eval mode inside; afterwards each module is in the mode that it had."""
+    with ExitStack() as restored:
+        for module in modules:
+            for part in module.modules():
+                restored.callback(setattr, part, "training", part.training)
+            module.eval()
+        yield
 
 
 Program = tuple[Action, ...]

@@ -30,7 +30,7 @@ from ..staleness.protocol import (
     Steps,
     VersionPair,
 )
-from ..staleness.weight_versions import LedgerEntry, View, Weights, WeightVersions
+from ..staleness.weight_versions import IsFinal, LedgerEntry, View, Weights, WeightVersions
 
 
 class WeightBinder:
@@ -49,6 +49,9 @@ class WeightBinder:
         self._forward = [m for m in methods if "forward" in m.decides]
         self._backward = [m for m in methods if "backward" in m.decides]
         self._keeps = any(m.keeps_forward for m in methods)
+        self._corrects = any(
+            type(m).after_backward is not Staleness.after_backward for m in methods
+        )
         self._to_load: State = {}
 
     @property
@@ -134,9 +137,19 @@ class WeightBinder:
         weights.went_forward(pair.micro_batch)
         return leaves
 
-    def backward(self, pair: VersionPair, *, repeats: bool) -> Weights | None:
+    def backward(
+        self, pair: VersionPair, *, repeats: bool, is_final: IsFinal | None = None
+    ) -> Weights | None:
         """Prepares the weights of a micro-batch's backward: those it saved, or those that its
-        recomputed forward reads. Returns the leaves of the latter, None for the live weights."""
+        recomputed forward reads. Returns the leaves of the latter, None for the live weights. With
+        `is_final`, a gradient that no method corrects joins those of its window at once."""
+        leaves = self._prepared(pair, repeats=repeats)
+        is_corrected = self._corrects and self.weights.is_late(pair.micro_batch)
+        if is_final is not None and leaves is not None and not is_corrected:
+            self.weights.follow(leaves, is_final)
+        return leaves
+
+    def _prepared(self, pair: VersionPair, *, repeats: bool) -> Weights | None:
         weights, micro_batch = self.weights, pair.micro_batch
         reads = self._reads(pair)
         if reads is BackwardReads.AS_SAVED:
@@ -155,6 +168,7 @@ class WeightBinder:
 
     def finish(self, pair: VersionPair) -> LedgerEntry:
         """Ends a micro-batch's backward: adds its gradients to those of its window."""
+        self.weights.unfollow()
         gradients = self.weights.bound_to(pair.micro_batch)
         if gradients is not None and self.weights.is_late(pair.micro_batch):
             for method in self.methods:

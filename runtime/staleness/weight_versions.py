@@ -26,8 +26,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils.hooks import RemovableHandle
 
 Weights = Mapping[str, Tensor]
+IsFinal = Callable[[Tensor], None]
+"""Called with a live weight when the gradient of its window is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ class WeightVersions:
         self._read: dict[int, _Copy] = {}
         self._bound: dict[int, _Copy] = {}
         self._free: list[dict[str, Tensor]] = []
+        self._followed: list[RemovableHandle] = []
 
     @property
     def copies_held(self) -> int:
@@ -119,6 +123,26 @@ class WeightVersions:
         if read is not None and read.content.of == "live":
             version = read.content.version
         self._in_flight[micro_batch] = version
+
+    def follow(self, leaves: Weights, is_final: IsFinal) -> None:
+        """Until `unfollow`, adds the gradient of each leaf to the live one as soon as a backward
+        has made it, and calls `is_final`."""
+
+        def accumulated(name: str) -> Callable[[Tensor], None]:
+            def act(leaf: Tensor) -> None:
+                self._add_gradients({name: leaf})
+                is_final(self.live[name])
+
+            return act
+
+        for name, leaf in leaves.items():
+            handle = leaf.register_post_accumulate_grad_hook(accumulated(name))  # type: ignore[no-untyped-call]
+            self._followed.append(handle)
+
+    def unfollow(self) -> None:
+        """Ends what `follow` began."""
+        while self._followed:
+            self._followed.pop().remove()
 
     def add_gradients(self, micro_batch: int) -> None:
         """Adds the gradients that a bound micro-batch has so far to the live ones."""

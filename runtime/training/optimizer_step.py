@@ -27,7 +27,7 @@ from ..optimizers.soap import refresh_periods
 from ..plan.plan import Plan
 from ..schedule.asynchronous import Delays
 from ..schedule.schedule import Action, Numbering
-from ..staleness.weight_versions import LedgerEntry
+from ..staleness.weight_versions import IsFinal, LedgerEntry
 from .clipping import (
     Finite,
     StageNorms,
@@ -250,9 +250,11 @@ class OptimizerStepper(ActionObserver):
     def on_gap(self, stage: int, version: int, gap: Gap) -> None:
         self._gaps[version].append(gap)
 
-    def on_last_backward(self, stage: int, version: int) -> None:
-        if self._sums is not None:
-            self._sums.expect(stage, version)
+    def on_last_backward(self, stage: int, version: int) -> IsFinal | None:
+        if self._sums is None:
+            return None
+        self._sums.expect(stage, version)
+        return self._sums.accumulated
 
     def on_gradients(self, stage: int, version: int) -> None:
         if self._sums is not None:

@@ -4,7 +4,8 @@ The method is PyTorch's (Li et al., "PyTorch Distributed", VLDB 2020, section 3.
 into buckets of about 25 MB, from the last parameter to the first as the backward produces them, and
 a bucket's all-reduce begins when all its gradients are final, in the order of the buckets, which is
 the same on all replicas. A gradient is final when the window's last backward has accumulated it; if
-that backward is split, or skips a parameter, when the window is complete. Each replica's loss is
+that backward is split or skips a parameter, or a staleness method corrects the gradient, when the
+window is complete. Each replica's loss is
 weighted by its share of the step's samples, so the sum of gradients is their mean.
 
 A tied parameter has its own bucket, summed after its holders have exchanged their gradients:
@@ -120,11 +121,15 @@ class GradientSums:
             ]
             for stage, share in shares.items()
         }
-        self._hooks = [
-            self._follow(parameter, bucket, window)
+        self._place: dict[Tensor, tuple[_Window, _Bucket]] = {
+            parameter: (window, bucket)
             for window in self._windows.values()
             for bucket in window.buckets
             for parameter in bucket.parameters
+        }
+        self._hooks: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(self.accumulated)  # type: ignore[no-untyped-call]
+            for parameter in self._place
         ]
 
     def close(self) -> None:
@@ -159,19 +164,18 @@ class GradientSums:
         for bucket in (*self._windows[stage].buckets, *self._shared[stage]):
             self._finish(bucket)
 
-    def _follow(self, parameter: nn.Parameter, bucket: _Bucket, window: _Window) -> RemovableHandle:
-        def accumulated(_: Tensor) -> None:
-            if not window.is_open:
-                return
-            bucket.missing -= 1
-            while window.begun < len(window.buckets) and not window.buckets[window.begun].missing:
-                self._begin(window.buckets[window.begun], window.version)
-                window.begun += 1
-
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            accumulated
-        )
-        return handle
+    def accumulated(self, parameter: Tensor) -> None:
+        """Counts a gradient of the last backward as final. Called by a hook of the parameter, and
+        by others where that backward reads copies of the weights."""
+        if parameter not in self._place:  # a tied one, whose gradient is final at the step
+            return
+        window, bucket = self._place[parameter]
+        if not window.is_open:
+            return
+        bucket.missing -= 1
+        while window.begun < len(window.buckets) and not window.buckets[window.begun].missing:
+            self._begin(window.buckets[window.begun], window.version)
+            window.begun += 1
 
     def _begin(self, bucket: _Bucket, version: int) -> None:
         """Sends the gradients in one tensor, followed by flags for those that exist."""

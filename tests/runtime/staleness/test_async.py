@@ -2,6 +2,7 @@
 
 import itertools
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,13 @@ from asyncpipe.runtime.staleness import METHODS, BackwardReads, Staleness, Versi
 from asyncpipe.runtime.transports import GlooTransport, run_together
 from asyncpipe.tests.support.models.hand_plans import HandModel, chain, skips, tied
 from asyncpipe.tests.support.oracles.async_simulation import REFERENCES, Oracle, async_run
-from asyncpipe.tests.support.processes.executor import Trained, lowered, train_rank, train_together
+from asyncpipe.tests.support.processes.executor import (
+    Seen,
+    Trained,
+    lowered,
+    train_rank,
+    train_together,
+)
 from asyncpipe.tests.support.processes.gloo_ranks import run_processes
 
 OPTIMIZERS = {
@@ -305,3 +312,51 @@ def test_a_staleness_method_is_called_at_every_hook(monkeypatch: pytest.MonkeyPa
     for key, value in states(trained.modules).items():
         assert torch.equal(value, before[key])
     assert trained.pipelines[0].lr_scale(0, 4) == 0.25
+
+
+@dataclass
+class Final(Seen):
+    """Notes each gradient that is said to be final during the last backward of a window."""
+
+    final: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
+    complete: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    def on_last_backward(self, stage: int, version: int) -> Any:
+        found = self.final[stage, version] = {}
+        names = {weight: name for name, weight in self.modules[stage].named_parameters()}
+
+        def note(weight: torch.Tensor) -> None:
+            assert (stage, version) not in self.complete
+            found[names[weight]] = weight.grad.clone()
+
+        return note
+
+    def on_gradients(self, stage: int, version: int) -> None:
+        self.complete[stage, version] = {
+            name: weight.grad.clone() for name, weight in self.modules[stage].named_parameters()
+        }
+
+
+@pytest.mark.parametrize(
+    ("staleness", "every"),
+    [("stash", 1), ("2bw", 3), ("spectrain", 1), ("xpipe", 2), ("stash+dc-asgd", 1)],
+)
+def test_gradients_of_copies_are_final_in_the_last_backward_unless_they_are_corrected(
+    staleness: str, every: int
+) -> None:
+    model = chain(3)
+    trained = train_together(
+        model,
+        lowered(model, "async-1f1b", 4 * every, every),
+        optimize=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        staleness=staleness,
+        observer=Final,
+    )
+    seen = trained.seen
+    assert isinstance(seen, Final) and seen.final.keys() == seen.complete.keys()
+    for (stage, version), found in seen.final.items():
+        complete = seen.complete[stage, version]
+        for name, gradient in found.items():
+            assert torch.equal(gradient, complete[name])
+        if stage == 0 and version > 1:
+            assert found.keys() == (set() if "dc-asgd" in staleness else complete.keys())

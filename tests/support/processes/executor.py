@@ -18,7 +18,7 @@ from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.runtime.schedule.dependencies import lower
 from asyncpipe.runtime.schedule.schedule import Action, Schedule, count_in_flight
 from asyncpipe.runtime.schedule.validation import validate
-from asyncpipe.runtime.staleness.weight_versions import LedgerEntry, WeightVersions
+from asyncpipe.runtime.staleness.weight_versions import IsFinal, LedgerEntry, WeightVersions
 from asyncpipe.runtime.training.clipping import share_of
 from asyncpipe.runtime.training.replica_gradients import GradientSums
 from asyncpipe.runtime.transports import LocalHub, Transport, run_together
@@ -133,9 +133,11 @@ class Replica(Seen):
     def on_begin(self, action: Action) -> None:
         time.sleep(self.slow_s)
 
-    def on_last_backward(self, stage: int, version: int) -> None:
-        if self.sums is not None:
-            self.sums.expect(stage)
+    def on_last_backward(self, stage: int, version: int) -> IsFinal | None:
+        if self.sums is None:
+            return None
+        self.sums.expect(stage)
+        return self.sums.accumulated
 
     def on_gradients(self, stage: int, version: int) -> None:
         if self.sums is not None:
