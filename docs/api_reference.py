@@ -130,6 +130,8 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ("runtime.schedule.asynchronous", "async_1f1b"),
             ("runtime.schedule.asynchronous", "Delays"),
             ("runtime.schedule.tasks", "Tasks"),
+            ("runtime.freezing.rules", "parse_rule"),
+            ("runtime.freezing.rules", "Rule"),
         ),
     ),
     (

@@ -6,13 +6,13 @@ they have the same depth.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
 from ..plan.plan import Plan
 from .blocks import FreezeError, blocks_of
-from .rules import Progress, Rule
+from .rules import GRADNORM, Progress, Rule
 from .stages import Builds, check_modes, freeze_stage, plan_at
 
 
@@ -44,6 +44,18 @@ class Freezing:
         self._rule, self._plan, self._builds, self._modules = rule, plan, builds, modules
         self._most = self.blocks.most if most is None else min(most, self.blocks.most)
         check_modes(modules, self.blocks, self._most)
+
+    @property
+    def reads_gradients(self) -> bool:
+        """True if the rule depends on the gradients of the blocks."""
+        return self._rule.kind == GRADNORM
+
+    def trained(self, stage: int) -> Iterator[tuple[int, list[nn.Parameter]]]:
+        """The blocks of a stage that train, by number, with their parameters there."""
+        own = dict(self._modules[stage].named_parameters())
+        for block in range(self.progress.depth, len(self.blocks)):
+            if parameters := [own[name] for name in self.blocks.parameters[block] if name in own]:
+                yield block, parameters
 
     def after(self, event: int) -> bool:
         """Takes note of an event; returns True if more blocks are frozen after it."""

@@ -3,6 +3,8 @@
     schedule:ALPHA     of the blocks that still train, the share ALPHA freezes at each event:
                        ceil(L (1 - (1 - ALPHA)^T)) of L blocks after event T (PipeTransformer,
                        He et al., ICML 2021)
+    gradnorm:ALPHA     that share at most, and at most up to the block whose gradients were the
+                       smallest since the last event, with it (the paper's equation 1)
     3=4,6=8            a table: from event 3 on 4 blocks, from event 6 on 8; also as a TOML file
 
 Frozen blocks stay frozen: no rule gives fewer than before.
@@ -10,9 +12,10 @@ Frozen blocks stay frozen: no rule gives fewer than before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,13 @@ from ..serialization import Origin, parse_toml, read_text
 from .blocks import FreezeError
 
 TABLE = "table"
-KINDS = ("schedule",)
+SCHEDULE, GRADNORM = "schedule", "gradnorm"
 FORM = (
-    r"schedule:[0-9.]{1,20}(/[0-9]{1,9})?|[0-9]{1,9}=[0-9]{1,6}(,[0-9]{1,9}=[0-9]{1,6})*|.+\.toml"
+    r"(schedule|gradnorm):[0-9.]{1,20}(/[0-9]{1,9})?"
+    r"|[0-9]{1,9}=[0-9]{1,6}(,[0-9]{1,9}=[0-9]{1,6})*|.+\.toml"
 )
 """The legal texts of a rule."""
-WORDS = "schedule:ALPHA, a table such as 3=4,6=8, or a .toml file"
+WORDS = "schedule:ALPHA, gradnorm:ALPHA, a table such as 3=4,6=8, or a .toml file"
 
 
 @dataclass(frozen=True)
@@ -41,15 +45,25 @@ class Rule:
     share: Fraction = Fraction(0)
     table: tuple[tuple[int, int], ...] = ()
 
-    def depth(self, event: int, blocks: int) -> int:
+    def depth(
+        self, event: int, blocks: int, *, before: int = 0, squares: Sequence[float] = ()
+    ) -> int:
         """The number of frozen blocks after an event, counted from 1, of a model with `blocks`.
+
+        before: the number of blocks that are frozen already.
+        squares: the squared norms of each block's gradients since the last event.
 
         >>> [parse_rule("schedule:1/3").depth(event, 12) for event in range(8)]
         [0, 4, 7, 9, 10, 11, 11, 12]
+        >>> parse_rule("gradnorm:1/3").depth(1, 6, squares=[4, 1, 2, 3, 3, 3])
+        2
         """
         if self.kind == TABLE:
             return max((depth for at, depth in self.table if at <= event), default=0)
-        return share_frozen(self.share, event, blocks)
+        if self.kind == SCHEDULE:
+            return share_frozen(self.share, event, blocks)
+        smallest = min(range(before, blocks), key=lambda block: squares[block], default=before - 1)
+        return min(before + share_frozen(self.share, 1, blocks - before), smallest + 1)
 
 
 def share_frozen(share: Fraction, event: int, blocks: int) -> int:
@@ -72,30 +86,40 @@ class Progress:
 
     event: the number of events so far
     depth: the number of frozen blocks
+    squares: the squared norms of each block's gradients since the last event; empty unless the rule
+        reads them
     """
 
     event: int = 0
     depth: int = 0
+    squares: tuple[float, ...] = ()
 
     def after(self, rule: Rule, event: int, blocks: int, most: int) -> Progress:
         """The progress after an event; at most `most` of the blocks freeze."""
-        depth = max(self.depth, min(most, rule.depth(event, blocks)))
-        return replace(self, event=event, depth=depth)
+        depth = rule.depth(event, blocks, before=self.depth, squares=self.squares)
+        return Progress(event, max(self.depth, min(most, depth)))
+
+    def plus(self, squares: Sequence[float]) -> Progress:
+        """The progress with more squares of gradients."""
+        before = self.squares or (0.0,) * len(squares)
+        return replace(self, squares=tuple(map(add, before, squares)))
 
     def to_json(self) -> dict[str, Any]:
         """Its part of a checkpoint."""
-        return {"event": self.event, "depth": self.depth}
+        return asdict(self)
 
     @classmethod
     def of(cls, state: Mapping[str, Any] | None) -> Progress:
         """The progress that `to_json` wrote; that of a new run if there is none."""
-        return cls(**state) if state else cls()
+        if not state:
+            return cls()
+        return cls(state["event"], state["depth"], tuple(state.get("squares", ())))
 
 
 def parse_rule(text: str) -> Rule:
     """The rule that a text of `FORM` stands for. Raises FreezeError."""
     kind, colon, value = text.partition(":")
-    if colon and kind in KINDS:
+    if colon and kind in (SCHEDULE, GRADNORM):
         return Rule(kind, share=_share(text, value))
     entries = [tuple(map(int, entry.split("="))) for entry in text.split(",")]
     table = tuple(sorted((event, depth) for event, depth in entries))

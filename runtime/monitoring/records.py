@@ -100,6 +100,8 @@ class StepRecord:
     action_ms: milliseconds of one action of a kind (F, B, W, and S for the optimizer step) at each
         stage.
     frozen: the number of blocks that do not train, and of all; None without --freeze.
+    block_norms: the norms of each block's gradients between the last two events of freezing, if its
+        rule reads them.
     """
 
     step: int
@@ -131,6 +133,7 @@ class StepRecord:
     base_bytes_by_rank: tuple[int, ...] = ()
     action_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     frozen: tuple[int, int] | None = None
+    block_norms: tuple[float, ...] = ()
 
     @property
     def idle_share(self) -> float:
@@ -152,7 +155,9 @@ class StepRecord:
         if not any(self.exchange_s):
             del record["summed_elements"], record["syncs_per_s"]
             record = {name: record[name] for name in record if not name.startswith("exchange")}
-        for name in ("sent_bytes", "frozen"):
+        if frozen := record.pop("frozen"):
+            record["frozen_blocks"], _ = frozen
+        for name in ("sent_bytes", "block_norms"):
             if not record[name]:
                 del record[name]
         if self.epoch_per_s is None:

@@ -296,6 +296,8 @@ _TITLES = {
     "passages": "Backward passes",
     "unexpected": "Backward passes with an unexpected weight version",
     "accuracy": "Accuracy",
+    "frozen_blocks": "Frozen blocks",
+    "block_norms": "Gradients between events of freezing, block",
 }
 
 

@@ -190,14 +190,16 @@ class Run:
             return
         with self._activities.during(Activity("other", "freezes blocks")):
             has_changed = stages.freeze(event, step)
+        self._show_frozen()
         if has_changed and stages.freezing is not None:
             self._steps.narrow(stages.plan)
-            self._show_frozen()
             self._note("frozen", f"{stages.freezing.describe()}, after step {step}")
 
     def _show_frozen(self) -> None:
-        if self._watch is not None and (freezing := self._trainer.stages.freezing) is not None:
-            self._watch.frozen = freezing.progress.depth, len(freezing.blocks)
+        stages = self._trainer.stages
+        if self._watch is not None and stages.freezing is not None:
+            self._watch.frozen = stages.frozen, len(stages.freezing.blocks)
+            self._watch.block_norms = stages.block_norms
 
     def _requested(self, step: int) -> Request:
         """What callbacks ask for after a step, the same on all ranks, with the learning rate

@@ -87,6 +87,7 @@ class OptimizerStepper(ActionObserver):
         super().__init__(activities or Activities())
         self._after_step = after_step
         self.outputs: dict[int, dict[str, Tensor]] | None = None
+        self.before_step: Callable[[int], None] = lambda stage: None
         self._config, self._world = config, world
         self._report, self._lr_scale = report, lr_scale
         self._stages = len(plan.stages)
@@ -378,6 +379,7 @@ class OptimizerStepper(ActionObserver):
         if self._is_skipped:
             self._optimizers[stage].skip()
         else:
+            self.before_step(stage)
             share, whole = self._share[stage], self._whole
             scale_gradients(share.own, factor)
             for name, parameter in share.shared_by_name.items():

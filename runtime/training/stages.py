@@ -5,11 +5,12 @@ Runs, comparisons and a `Pipeline` in a loop of the user's own train with the sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Unpack
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoint.contents import FoundCheckpoint, Rank
 from ..config.asynchronous_options import delays_of
@@ -29,6 +30,7 @@ from ..monitoring.gather import RankFigures
 from ..plan.plan import Plan
 from ..schedule.schedule import Schedule
 from ..tensor_files import dtype_of
+from .clipping import gradients_of, squared_norm
 from .evaluation import find_criterion
 from .optimizer_step import OptimizerStepper
 from .own_optimizer import OwnOptimizer
@@ -48,6 +50,8 @@ class TrainedStages:
     stepper: makes their optimizer steps.
     freezing: the blocks that no longer train; None without --freeze.
     events: the steps after which blocks may freeze; who trains with the stages sets them.
+    block_norms: the norms of each block's gradients between the last two events, if the rule of
+        freezing reads them.
 
     Arguments:
     report: called with the metrics of a step once all stages of the rank have made it.
@@ -67,6 +71,8 @@ class TrainedStages:
         self.modules = load_stages(setup)
         self.executor = make_executor(setup, self.modules, self.config.methods)
         self.events: Events | None = None
+        self.block_norms: tuple[float, ...] = ()
+        self._squares: dict[int, Tensor | float] = {}
         self.freezing = _freezing_of(setup, self.modules)
         if self.freezing is not None and self.freezing.progress.depth:
             self._set_plan(self.freezing.apply())
@@ -87,6 +93,8 @@ class TrainedStages:
             own=own,
         )
         self.executor.attach(self.stepper.optimizers)
+        if self.freezing is not None and self.freezing.reads_gradients:
+            self.stepper.before_step = self._add_squares
 
     @property
     def frozen(self) -> int:
@@ -117,6 +125,8 @@ class TrainedStages:
         """Freezes, after a step and between two segments, the blocks that the rule says at an
         event; returns True if these are more than before. Collective."""
         assert self.freezing is not None
+        self._gather_squares()
+        self.block_norms = tuple(map(math.sqrt, self.freezing.progress.squares))
         if not self.freezing.after(event):
             return False
         share_buffers(self.modules, self._world)  # evaluation mode reads them
@@ -142,8 +152,26 @@ class TrainedStages:
         self.executor.narrow(_exchanged(plan, self.config))
         self._schedules = {}
 
+    def _add_squares(self, stage: int) -> None:
+        """Adds the squares of the gradients of a stage's blocks."""
+        assert self.freezing is not None
+        for block, parameters in self.freezing.trained(stage):
+            square = squared_norm(gradients_of(parameters))
+            self._squares[block] = self._squares.get(block, 0.0) + square
+
+    def _gather_squares(self) -> None:
+        """Adds the squares of all ranks to the progress; replicas have the same."""
+        assert self.freezing is not None
+        if self.freezing.reads_gradients:
+            own = self._squares if self._world.copy == 0 else {}
+            squares = [float(own.get(block, 0.0)) for block in range(len(self.freezing.blocks))]
+            self.freezing.progress = self.freezing.progress.plus(self._world.sums(squares))
+            self._squares = {}
+
     def state(self) -> dict[str, Any]:
-        """The progress of freezing, as JSON; empty without --freeze."""
+        """The progress of freezing, as JSON; empty without --freeze. Collective."""
+        if self.freezing is not None:
+            self._gather_squares()
         return {} if self.freezing is None else {FREEZING: self.freezing.progress.to_json()}
 
     def as_rank(self) -> Rank:

@@ -37,6 +37,7 @@ class Watch:
     records: the records of the run's first step and of the last one.
     lr_factor: the factor of a callback on the learning rates of later steps.
     frozen: the number of blocks that are frozen in later steps, and of all; None without --freeze.
+    block_norms: as for StepRecord.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Watch:
         self.step = batch.first_step
         self.lr_factor = 1.0
         self.frozen: tuple[int, int] | None = None
+        self.block_norms: tuple[float, ...] = ()
 
     def poll(self) -> None:
         """Reports every step for which all ranks have sent their metrics."""
@@ -196,6 +198,7 @@ class Watch:
             base_bytes_by_rank=tuple(int(rank.base_bytes) for rank in figures),
             action_ms=self._action_ms(),
             frozen=self.frozen,
+            block_norms=self.block_norms,
         )
 
     def _action_ms(self) -> dict[str, tuple[float, ...]]:

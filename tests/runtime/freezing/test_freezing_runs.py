@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,14 @@ def frozen_in_mlp(depth: int) -> tuple[set[str], set[str]]:
     return {f"layers.{i}.{kind}" for i in range(depth) for kind in ("weight", "bias")}, set()
 
 
-def loop(folder: Path, ahead: tuple[int, ...], every: int, **given: Any) -> PlainLoop:
+def loop(
+    folder: Path,
+    ahead: tuple[int, ...],
+    every: int,
+    depths: Mapping[int, int] = DEPTHS,
+    replicas: int = 1,
+    **given: Any,
+) -> PlainLoop:
     job = make_job(settings(folder, folder / "unused", **given))
     data = open_data(job.config, job.task, job.plan, Path())
     order = SampleOrder(len(data.train), job.config.seed)
@@ -74,7 +83,7 @@ def loop(folder: Path, ahead: tuple[int, ...], every: int, **given: Any) -> Plai
         x, target = (feed(number)[name] for name in ("x", "target"))
         return {"x": x.double(), "target": target}
 
-    frozen = {step: frozen_in_blocks(depth) for step, depth in DEPTHS.items()}
+    frozen = {step: frozen_in_blocks(depth) for step, depth in depths.items() if depth}
     if folder.name == "mlp":
         frozen = {step: frozen_in_mlp(depth) for step, depth in OF_MLP.items()}
     return PlainLoop(
@@ -86,6 +95,7 @@ def loop(folder: Path, ahead: tuple[int, ...], every: int, **given: Any) -> Plai
         seed=job.config.seed,
         clip=given.get("clip", 0.0),
         frozen=frozen,
+        replicas=replicas,
     ).run(STEPS)
 
 
@@ -116,8 +126,8 @@ def test_a_run_that_freezes_is_the_plain_loop(
     ahead = (2, 1, 0) if given["schedule"] == "async-1f1b" else (0, 0, 0)
     plain = loop(folders / "blocks", ahead, given.get("micro_batches", 4), **given)
     assert_equal(lines, tmp_path / "run", plain)
-    depths = [line["frozen"] for line in lines if line["event"] == "step"]
-    assert depths == [[depth, BLOCKS] for depth in (0, 0, 1, 1, 3, 3, 4, 4, 4)]
+    depths = [line["frozen_blocks"] for line in lines if line["event"] == "step"]
+    assert depths == [0, 0, 1, 1, 3, 3, 4, 4, 4]
     if given["schedule"] != "async-1f1b":  # whose stages are at several steps at a time
         sent = [line["sent_bytes"].get("gradient") for line in lines if line["event"] == "step"]
         of_edge = 4 * 4 * WIDTH * 8
@@ -132,31 +142,42 @@ def elements(depth: int) -> int:
     return sum(sizes[2 * depth :])
 
 
-@pytest.mark.parametrize("given", [{"schedule": "ddp"}, {"replicas": 2, "micro_batches": 2}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"schedule": "ddp"},
+        {"replicas": 2, "micro_batches": 2},
+        {"replicas": 2, "micro_batches": 2, "schedule": "async-1f1b"},
+    ],
+    ids=["ddp", "1f1b", "async-1f1b"],
+)
 def test_replicas_sum_no_gradient_of_a_frozen_block(
     folders: Path, tmp_path: Path, given: dict[str, Any]
 ) -> None:
     given |= {"global_batch_size": 16, "check_replicas": 1}
     lines = train(folders / "mlp", tmp_path / "run", **given)
-    assert_equal(lines, tmp_path / "run", loop(folders / "mlp", (0, 0), 4))
+    is_async = given.get("schedule") == "async-1f1b"
+    plain = loop(folders / "mlp", (1, 0) if is_async else (0, 0), 4, replicas=2)
+    assert_equal(lines, tmp_path / "run", plain)
     steps = [line for line in lines if line["event"] == "step"]
     assert [line["summed_elements"] for line in steps] == [
-        elements(line["frozen"][0]) for line in steps
+        elements(line["frozen_blocks"]) for line in steps
     ]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b", "single"])
 def test_a_run_resumed_across_an_event_is_the_run(
     folders: Path, tmp_path: Path, schedule: str
 ) -> None:
-    given = {"freeze": "1=1,2=3,3=4", "freeze_every": 2, "schedule": schedule, "ranks": 1}
-    if schedule == "1f1b":
-        given = given | {"ranks": None, "schedule": "single"}
+    given: dict[str, Any] = {"freeze": "1=1,2=3,3=4", "freeze_every": 2}
+    given |= {"schedule": "async-1f1b", "ranks": 1} if schedule == "async-1f1b" else {}
+    if schedule == "single":  # an event after step 3, whose gradients are those of steps 1 to 3
+        given = {"freeze": "gradnorm:1/2", "freeze_every": 3, "schedule": schedule}
     trained = resumed_runs.train(folders / "blocks", tmp_path / "run", **given)
     for step in (2, 4):
         resumed_runs.assert_goes_on_as(trained, folders / "blocks", step, **given)
     kept = {name.split(".")[1] for name in trained.state if name.startswith("optimizer.")}
-    assert kept == {"head"}
+    assert kept == {"head"} or schedule == "single"
 
 
 def batches(count: int) -> list[Batch]:
@@ -239,3 +260,31 @@ def test_a_loop_of_ones_own_freezes_as_the_plain_loop(
     # A loop that steps the optimizer itself has its own state of all that was ever trained.
     expected = [0, 0, 2] if schedule == "async-1f1b" else [2, 8, 10]
     assert [each["stepped"] for each in found] == expected
+
+
+def test_gradient_norms_are_those_of_the_blocks_and_decide(folders: Path, tmp_path: Path) -> None:
+    given = {"freeze": "gradnorm:1/2", "freeze_every": 2, "clip": 0.5, "schedule": "1f1b"}
+    lines = train(folders / "blocks", tmp_path / "run", **given)
+    steps = [line for line in lines if line["event"] == "step"]
+    depths = [line["frozen_blocks"] for line in steps]
+    changes = {at: depths[at] for at in range(2, STEPS, 2)}
+    plain = loop(folders / "blocks", (0, 0, 0), 4, depths=changes, **given)
+    assert_equal(lines, tmp_path / "run", plain)
+    depth = 0
+    for at in range(2, STEPS, 2):
+        norms = [
+            math.sqrt(
+                sum(
+                    square
+                    for step in plain.squares[at - 2 : at]
+                    for name, square in step.items()
+                    if name.startswith(f"blocks.{block}.")
+                )
+            )
+            for block in range(BLOCKS)
+        ]
+        assert steps[at]["block_norms"] == pytest.approx(norms, rel=1e-9)
+        smallest = norms.index(min(norms[depth:], default=0.0)) if depth < BLOCKS else depth
+        depth = min(depth + math.ceil((BLOCKS - depth) / 2), smallest + 1)
+        assert depths[at] == max(depth, depths[at - 1])
+    assert depths[-1] > 0

@@ -48,6 +48,22 @@ def test_a_schedule_is_monotone_and_is_its_formula(
 
 
 @given(
+    st.fractions(Fraction(1, 20), Fraction(19, 20), max_denominator=20),
+    st.lists(st.floats(0, 1e6), min_size=1, max_size=24),
+    st.integers(0, 24),
+)
+def test_gradients_freeze_up_to_the_smallest_of_those_that_train(
+    share: Fraction, squares: list[float], before: int
+) -> None:
+    before, blocks = min(before, len(squares)), len(squares)
+    depth = parse_rule(f"gradnorm:{share}").depth(1, blocks, before=before, squares=squares)
+    assert before <= depth <= before + math.ceil(share * (blocks - before))
+    if depth > before:
+        assert min(squares[before:]) in squares[depth - 1 :]
+        assert all(square > min(squares[before:]) for square in squares[before : depth - 1])
+
+
+@given(
     st.lists(st.integers(0, 20), min_size=1, max_size=5),
     st.lists(st.integers(1, 40), min_size=1, max_size=8),
     st.integers(0, 12),

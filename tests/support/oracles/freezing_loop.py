@@ -1,8 +1,8 @@
 """A plain loop over micro-batches that freezes blocks between steps, in one process.
 
-Micro-batch t of a segment reads at stage j the weights after floor(max(0, t - W_j) / k) of its
-steps, and k micro-batches make a step: W_j is 0 in a synchronous loop, and the stages that follow
-stage j in asynchronous 1F1B with stashed weights.
+Micro-batch t of a segment, counted in its replica, reads at stage j the weights after
+floor(max(0, t - W_j) / k) of its steps, and k micro-batches of each replica make a step: W_j is 0
+in a synchronous loop, and the stages that follow stage j in asynchronous 1F1B with stashed weights.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ class PlainLoop:
     lr: float
     seed: int
     clip: float = 0.0
+    replicas: int = 1
     frozen: Mapping[int, tuple[set[str], set[str]]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+    squares: list[dict[str, float]] = field(default_factory=list)
+    """The squared norm of each parameter's gradient in each step, before clipping."""
 
     def run(self, steps: int) -> PlainLoop:
         parameters = [each for stage in self.stages for each in stage.parameters()]
@@ -60,11 +63,20 @@ class PlainLoop:
             if t % self.every == 0:
                 self.losses.append(0.0)
             number = start * self.every + t
-            loss = self._loss(
-                number, [max(0, t - ahead) // self.every for ahead in self.ahead], history
-            )
+            per_replica = self.every // self.replicas
+            own = t // self.every * per_replica + t % per_replica
+            versions = [max(0, own - ahead) // per_replica for ahead in self.ahead]
+            loss = self._loss(number, versions, history)
             self.losses[-1] += float(loss) / self.every
             if (t + 1) % self.every == 0:
+                named = [pair for stage in self.stages for pair in stage.named_parameters()]
+                self.squares.append(
+                    {
+                        name: float(each.grad.square().sum())
+                        for name, each in named
+                        if each.grad is not None
+                    }
+                )
                 if self.clip:
                     own = [each for stage in self.stages for each in stage.parameters()]
                     nn.utils.clip_grad_norm_(own, self.clip)
