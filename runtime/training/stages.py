@@ -117,21 +117,18 @@ class TrainedStages:
         """Counts an event whose blocks freeze in other stages; returns True if there are some.
         Collective."""
         assert self.freezing is not None
+        self._gather_squares()
+        self.block_norms = tuple(map(math.sqrt, self.freezing.progress.squares))
         if has_more := self.freezing.after(event):
-            share_buffers(self.modules, self._world)
+            share_buffers(self.modules, self._world)  # evaluation mode reads them
         return has_more
 
     def freeze(self, event: int, step: int) -> bool:
         """Freezes, after a step and between two segments, the blocks that the rule says at an
         event; returns True if these are more than before. Collective."""
-        assert self.freezing is not None
-        self._gather_squares()
-        self.block_norms = tuple(map(math.sqrt, self.freezing.progress.squares))
-        if not self.freezing.after(event):
-            return False
-        share_buffers(self.modules, self._world)  # evaluation mode reads them
-        self._narrow(step)
-        return True
+        if has_more := self.take_note(event):
+            self._narrow(step)
+        return has_more
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
         """Continues after a step from the progress that `state` returned, where no fewer blocks are

@@ -19,7 +19,7 @@ from asyncpipe.tests.runtime.freezing.test_freezing_runs import (
     settings,
     train,
 )
-from asyncpipe.tests.support.models.blocks import BLOCKS, write_elastic
+from asyncpipe.tests.support.models.blocks import write_elastic
 from asyncpipe.tests.support.processes.quick_python import run
 from asyncpipe.tests.support.processes.silent_reporter import FACTORY
 
@@ -55,8 +55,8 @@ def test_an_elastic_run_is_the_plain_loop(blocks: Path, tmp_path: Path, schedule
     lines = train(blocks, tmp_path / "run", **given)
     plain = loop(blocks, (0, 0), 4, schedule=schedule, clip=0.5)
     assert_equal(lines, tmp_path / "run", plain)
-    depths = [line["frozen"] for line in lines if line["event"] == "step"]
-    assert depths == [[depth, BLOCKS] for depth in (0, 0, 1, 1, 3, 3, 4, 4, 4)]
+    depths = [line["frozen_blocks"] for line in lines if line["event"] == "step"]
+    assert depths == [0, 0, 1, 1, 3, 3, 4, 4, 4]
     notes = [line["text"] for line in lines if line.get("about") == "phase"]
     assert len(notes) == 3
     assert notes[-1] == "4 blocks frozen: 1 stage x 2 replicas, after step 6"
