@@ -19,7 +19,7 @@ from pathlib import Path
 from ..errors import PlanError
 from ..formatting import counted
 from ..serialization import Origin, parse_json, read_text, shaped
-from .rules import GRADNORM, TABLE, Rule
+from .rules import SCHEDULE, TABLE, Rule
 
 FILE, FOLDER = "elastic.json", "phases"
 SCHEDULES = ("1f1b", "gpipe")
@@ -133,14 +133,14 @@ def read_elastic(folder: Path) -> Elastic:
 
 
 def reachable_depths(rule: Rule | None, blocks: int, most: int) -> Sequence[int]:
-    """The numbers of frozen blocks that a rule can reach, in ascending order; all without a
-    rule, and with one that follows gradients.
+    """The numbers of frozen blocks that a rule can reach, in ascending order: all without a rule,
+    and for one that follows gradients.
 
     >>> from .rules import parse_rule
     >>> reachable_depths(parse_rule("schedule:1/3"), 12, 10), reachable_depths(None, 4, 3)
     ([0, 4, 7, 9, 10], [0, 1, 2, 3])
     """
-    if rule is None or rule.kind == GRADNORM:
+    if rule is None or rule.kind not in (TABLE, SCHEDULE):
         return [*range(most + 1)]
     last = rule.table[-1][0] if rule.kind == TABLE else None
     depths, event = [0], 0

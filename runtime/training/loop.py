@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -38,13 +38,23 @@ from .setup import Setup, write_schedule
 from .step_records import Watch
 
 
+@dataclass(frozen=True)
+class Earlier:
+    """What a phase of a run shows of those before it.
+
+    first: the record of the first step, on rank 0.
+    block_norms: the norms of each block's gradients up to the last event of freezing.
+    """
+
+    first: StepRecord | None = None
+    block_norms: tuple[float, ...] = ()
+
+
 class Run:
     """One rank's run, or a phase of it: its stages, data feeds, optimizer steps, checkpoints and
     reporter."""
 
-    def __init__(
-        self, setup: Setup, stopping: Stopping, *, first: StepRecord | None = None
-    ) -> None:
+    def __init__(self, setup: Setup, stopping: Stopping, *, earlier: Earlier | None = None) -> None:
         job, world, schedule = setup.job, setup.world, setup.schedule
         config, plan, checkpoint = job.config, job.plan, setup.checkpoint
         self._setup, self._config, self._plan, self._world = setup, config, plan, world
@@ -60,6 +70,8 @@ class Run:
         self._patience = Patience()
         self._trainer = StageTrainer(setup, self._step_done, self._stage_stepped)
         stages = self._trainer.stages
+        earlier = earlier or Earlier()
+        stages.block_norms = earlier.block_norms
         self._modules, self._executor, self._stepper = (
             stages.modules,
             stages.executor,
@@ -76,7 +88,7 @@ class Run:
         self._difference: str | None = None
         self._has_next = False
         self._gather = Gather(world, len(plan.stages))
-        self._watch = self._make_watch(first)
+        self._watch = self._make_watch(earlier.first)
         self._steps = Remeasuring(
             plan,
             config,
@@ -93,9 +105,10 @@ class Run:
         self._checkpoints = self._resume()
 
     @property
-    def first(self) -> StepRecord | None:
-        """The record of the first step, on rank 0."""
-        return next(iter(self._watch.records), None) if self._watch is not None else None
+    def earlier(self) -> Earlier:
+        """What the next phase shows of this one and those before it."""
+        first = next(iter(self._watch.records), None) if self._watch is not None else None
+        return Earlier(first, self._trainer.stages.block_norms)
 
     def _make_watch(self, first: StepRecord | None) -> Watch | None:
         """On rank 0, turns the metrics of all ranks into records."""
@@ -187,6 +200,7 @@ class Run:
         self._drain(step)
         if self._config.elastic:
             self._has_next = stages.take_note(event)
+            self._show_frozen()
             return
         with self._activities.during(Activity("other", "freezes blocks")):
             has_changed = stages.freeze(event, step)

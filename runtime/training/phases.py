@@ -72,11 +72,11 @@ def train(
             with activities.during(Activity("other", "loads its stages")):
                 run = Run(setup, stopping)
             while (handed_over := run.train()) is not None:
-                first = run.first
+                earlier = run.earlier
                 del run  # its stages make room for the next ones
                 setup = next_phase(setup, handed_over)
                 with activities.during(Activity("other", "loads its stages")):
-                    run = Run(setup, stopping, first=first)
+                    run = Run(setup, stopping, earlier=earlier)
             run.end()
 
 

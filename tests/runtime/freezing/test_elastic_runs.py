@@ -62,6 +62,21 @@ def test_an_elastic_run_is_the_plain_loop(blocks: Path, tmp_path: Path, schedule
     assert notes[-1] == "4 blocks frozen: 1 stage x 2 replicas, after step 6"
 
 
+def test_an_elastic_run_follows_gradients_as_any_run(blocks: Path, tmp_path: Path) -> None:
+    given = {"schedule": "1f1b", "freeze": "gradnorm:1/2"}
+    plain, elastic = (
+        train(blocks, tmp_path / str(is_elastic), elastic=is_elastic, **given)
+        for is_elastic in (False, True)
+    )
+    pairs = zip(
+        *([x for x in lines if x["event"] == "step"] for lines in (plain, elastic)), strict=True
+    )
+    for one, other in pairs:
+        assert other["frozen_blocks"] == one["frozen_blocks"]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-12)
+        assert other.get("block_norms", []) == pytest.approx(one.get("block_norms", []), rel=1e-9)
+
+
 def test_an_elastic_run_is_resumed_in_the_right_phase(blocks: Path, tmp_path: Path) -> None:
     given = {"schedule": "1f1b", "elastic": True, "save_every": 2, "keep_last": 9}
     whole = train(blocks, tmp_path / "whole", **given)
