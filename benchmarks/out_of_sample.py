@@ -41,7 +41,8 @@ COLUMNS = (*(f"{stages} stages" for stages in STAGES), PEER)
 Key = tuple[str, str]
 DISTRIBUTIONS = (
     "timm", "torchvision", "diffusers", "x-transformers", "vit-pytorch", "torch_geometric", "monai",
-    "segmentation-models-pytorch",
+    "segmentation-models-pytorch", "denoising-diffusion-pytorch", "perceiver-pytorch",
+    "performer-pytorch", "mambapy", "pytorch-tabnet", "dynamic-network-architectures",
 )  # fmt: skip
 
 

@@ -481,7 +481,8 @@ def segmentation_models() -> Iterator[Case]:
         build = functools.partial(
             getattr(smp, name), encoder_name="resnet18", encoder_weights=None, classes=2
         )
-        yield Case("smp", name, build, image(3, 64, 64))
+        size = 128 if name == "PAN" else 64  # PAN averages the smallest feature map.
+        yield Case("smp", name, build, image(3, size, size))
     for encoder in ("mobilenet_v2", "mit_b0", "efficientnet-b0"):
         build = functools.partial(smp.Unet, encoder_name=encoder, encoder_weights=None, classes=2)
         yield Case("smp", f"Unet_{encoder}", build, image(3, 64, 64))
