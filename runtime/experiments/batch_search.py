@@ -28,7 +28,7 @@ from ..formatting import write_bytes
 from ..monitoring.diagnostics import free_and_total_bytes
 from ..monitoring.run_files import number, read_run
 from ..plan.plan import Plan
-from ..reports.measures import rank_memory
+from ..reports.measures import most_memory
 from ..serialization import Origin, parse_json, read_text, shaped
 from ..training.setup import Job
 from .strategies import STRATEGY, Strategy
@@ -198,7 +198,7 @@ class _Search:
             _, code = next(ended)
         if code == 0:
             run = read_run(job.folder)
-            needed = max(rank.stages.measured for rank in rank_memory(run))
+            needed = most_memory(run)
             made = _Record(key, needed, number(run.end, "epoch"))
             record.write_text(json.dumps(asdict(made)), encoding="utf-8")
             shutil.rmtree(job.folder, ignore_errors=True)

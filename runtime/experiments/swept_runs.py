@@ -23,7 +23,7 @@ from ..formatting import (
     write_share,
 )
 from ..monitoring.run_files import RunRecords, read_run
-from ..reports.measures import UNITS, parts_of, rank_memory, rate_field, rate_of
+from ..reports.measures import UNITS, most_memory, parts_of, rate_field, rate_of
 from ..serialization import Origin, parse_json, read_text, shaped
 from ..training.setup import Job
 from .strategies import STRATEGY
@@ -125,13 +125,12 @@ def with_outcome(run: SweptRun, job: Job, code: int, log: Path) -> SweptRun:
 
 
 def _figures(job: Job, records: RunRecords) -> Figures:
-    needed = [rank.stages.measured for rank in rank_memory(records)]
     return Figures(
         step_samples(job),
         _known(rate_of(records)),
         UNITS.get(rate_field(records), "samples"),
-        max(map(_known, needed), default=0.0),
-        {name: share for name, share in parts_of(records).items() if math.isfinite(share)},
+        _known(most_memory(records)),
+        parts_of(records),
     )
 
 

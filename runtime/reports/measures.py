@@ -212,6 +212,8 @@ def parts_of(run: RunRecords) -> dict[str, float]:
     parts["exchange"] = causes["exchange"]
     parts["waiting"] = sum(causes[name] for name in ("bubble", "imbalance", "communication"))
     parts["data"] = causes["data"]
+    if any(map(math.isnan, parts.values())):  # as where stages changed during the run
+        return {}
     # Medians of forwards and of steps need not add up.
     whole = max(1.0, sum(parts.values()))
     parts["other"] = whole - sum(parts.values())
@@ -235,6 +237,18 @@ def rank_memory(run: RunRecords) -> list[RankMemory]:
         )
         for rank, peak in enumerate(peaks)
     ]
+
+
+def most_memory(run: RunRecords) -> float:
+    """The most bytes that the stages of a rank took in any recorded step; an elastic run has other
+    stages in later ones."""
+    taken = [
+        rank.stages.measured
+        for step in run.steps
+        for rank in rank_memory(replace(run, steps=(step,)))
+        if not math.isnan(rank.stages.measured)
+    ]
+    return max(taken, default=math.nan)
 
 
 def rank_idle(run: RunRecords) -> list[RankIdle]:
