@@ -88,14 +88,12 @@ class OptimizerStepper(ActionObserver):
         self._after_step = after_step
         self.outputs: dict[int, dict[str, Tensor]] | None = None
         self.before_step: Callable[[int], None] = lambda stage: None
-        self._config, self._world = config, world
+        self._plan, self._modules, self._config, self._world = plan, modules, config, world
+        self._own, self._gradient_group = own, gradient_group
         self._report, self._lr_scale = report, lr_scale
         self._stages = len(plan.stages)
-        self._plan, self._modules, self._own = plan, modules, own
-        self._gradient_group = gradient_group
-        self._refresh_periods = refresh_periods(
-            delays or [0] * len(plan.stages), config.refresh_every or 1
-        )
+        late = delays or [0] * self._stages
+        self._refresh_periods = refresh_periods(late, config.refresh_every or 1)
         self._make_optimizers()
         self._scale = None if config.loss_scale is None else LossScale(config.loss_scale)
         self._gradients: dict[int, list[Tensor | None]] = {}
