@@ -236,7 +236,7 @@ class Cores:
                     f"memory node of its cores {format_cpus(own.cpus)}: bind it to the cores and "
                     "the memory of one node (--pin cores, numactl --localalloc).",
                 )
-            if own.policy.partition(":")[0] not in ("", "default", "bind", "local"):
+            if own.policy.partition(":")[0] in ("interleave", "weighted"):
                 return fault(
                     cause,
                     measured,
