@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -260,7 +261,8 @@ def measured(diagnosis: Diagnosis, *, planted: bool) -> Result:
     seconds = round(time.perf_counter() - start_s, 1)
     after = 0.0 if planted else busy_cores()
     found = tuple(each["cause"] for each in answer["checks"] if each["verdict"] == "fault")
-    return Result(found, answer["sentence"], seconds, (before, after))
+    sentence = re.sub(rf"{re.escape(tempfile.gettempdir())}/tmp\w+", "FOLDER", answer["sentence"])
+    return Result(found, sentence, seconds, (before, after))
 
 
 def main() -> None:
