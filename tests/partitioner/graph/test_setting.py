@@ -21,7 +21,7 @@ from asyncpipe.runtime.optimizers import facts
 from asyncpipe.runtime.optimizers.soap import Soap, Sutskever
 from asyncpipe.runtime.schedule.asynchronous import ASYNCHRONOUS
 from asyncpipe.runtime.schedule.builders import SCHEDULES, make_schedule
-from asyncpipe.runtime.schedule.schedule import count_in_flight
+from asyncpipe.runtime.schedule.schedule import Numbering, count_in_flight
 from asyncpipe.runtime.staleness import make_staleness
 from asyncpipe.runtime.staleness.weight_versions import WeightVersions
 from asyncpipe.runtime.transports.gloo import GlooTransport
@@ -73,7 +73,7 @@ def test_versions_are_the_copies_that_a_stash_keeps() -> None:
         for stage, row in enumerate(made.ranks):
             weights = WeightVersions(stage, nn.Linear(1, 1))
             binder = WeightBinder(weights, make_staleness("stash"))
-            known, most = version_pairs(row, {stage: 0}, 0), 0
+            known, most = version_pairs(row, {stage: 0}, Numbering()), 0
             for action in row:
                 if action.kind == "F":
                     binder.forward(known[stage, action.index], repeats=False)
