@@ -27,6 +27,7 @@ class TrainKeywords(PipelineKeywords, total=False):
     epochs: float | None
     lr_schedule: str | None
     ema: float | None
+    elastic: bool
     compile: bool
     metric: str | None
     early_stop: int

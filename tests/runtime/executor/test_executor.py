@@ -1,6 +1,7 @@
 """Transparency: whatever the schedule, losses and gradients are those of the plain model."""
 
 import os
+import re
 import time
 
 import pytest
@@ -414,7 +415,7 @@ def test_a_killed_rank_ends_all_others_with_a_transport_error() -> None:
     first, second, killed = run_processes(3, train_until_killed, limit_s=45)
     assert time.monotonic() - start_s < 30
     assert killed is None
-    assert (
-        'rank 1 waits for the gradient "h2" of micro-batch 3 from rank 2, but rank 2 is' in second
-    )
+    # A gradient that was under way may be lost with its sender.
+    waits = r'rank 1 waits for the gradient "h2" of micro-batch [123] from rank 2, but rank 2 is'
+    assert re.search(waits, second)
     assert "TransportError" in first and "but rank 1 is gone" in first
