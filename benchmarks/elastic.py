@@ -126,7 +126,8 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
 
 def steps_in(metrics: Path) -> int:
     """The steps that a run has recorded."""
-    return metrics.read_text().count('"event": "step"') if metrics.is_file() else 0
+    text = metrics.read_text() if metrics.is_file() else ""
+    return text.count('"event": "step"') + text.count('"event": "loss"')
 
 
 def kills(folder: Path, number: int) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def kills(folder: Path, number: int) -> dict[str, Any]:
         # Every second step is followed by an event, most of which are transitions.
         while process.poll() is None and steps_in(metrics) < step:
             time.sleep(0.01)
-        time.sleep(chosen.uniform(0.0, 0.5))
+        time.sleep(chosen.uniform(0.0, 0.2))
         alive = ranks_of(process)
         victim = chosen.choice(alive) if alive else 0
         seen = steps_in(metrics)
