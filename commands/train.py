@@ -167,6 +167,11 @@ def _sweep(
         if options.get(name):
             raise usage(f"{flag_of(name)} cannot be combined with --sweep or --strategies.")
     strategies = read_strategies(several.strategies, typed) if several.strategies else ()
+    if several.batch is None and several.memory_limit is not None:
+        raise usage("--memory-limit requires --batch search.")
+    for name in ("micro_batch_size", "global_batch_size") if several.batch else ():
+        if options.get(name) or name in lists:
+            raise usage(f"--batch search chooses the micro-batch, but {flag_of(name)} is given.")
     sweep = plan_sweep(options, lists, strategies)
     as_json = bool(options.get("json"))
     console = make_console(quiet=bool(options.get("quiet")) or as_json)

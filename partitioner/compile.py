@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..runtime.errors import PlanError
 from ..runtime.formatting import write_large_count
+from ..runtime.freezing.blocks import blocks_of
 from ..runtime.plan.plan import NOT_STORED, ON_META, Plan
 from ..runtime.plan.trust import remember
 from ..runtime.plan.validate import contradiction
@@ -187,6 +188,8 @@ def partition_source(
     planned = plan_phase(job, captured, profile)
     if options.stop_after is not None:
         return planned.plan
+    if options.elastic is not None:
+        blocks_of(planned.plan)  # raises an error before anything is written
     generated = generate_phase(job, planned)
     write_phase(job, planned, generated)
     if options.elastic is not None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import nn
 
+from ..runtime.errors import PlanError
 from ..runtime.formatting import counted, write_bytes, write_ms
 from ..runtime.freezing.blocks import blocks_of
 from ..runtime.freezing.elastic import (
@@ -88,7 +89,7 @@ def _write_phase(
                 stages=length,
                 micro_batches=options.micro_batches // replicas,
                 output=str(folder / name),
-                memory_limit=None,
+                memory_limit=options.memory_limit if length == before.stages else limit,
                 save_weights=has_constants,
                 explain=False,
                 elastic=None,
@@ -98,7 +99,12 @@ def _write_phase(
         if captured is None or profile is None:
             captured = capture_phase(own)
             profile = profile_phase(own, captured)
-        planned = plan_phase(own, captured, profile)
+        try:
+            planned = plan_phase(own, captured, profile)
+        except PlanError:
+            if best is None:
+                raise
+            continue  # no plan of this length fits
         figures = _figures(planned.plan, processes, options.micro_batches)
         phase = Phase(depth, name, length, *figures)
         fits = phase.peak_bytes <= limit

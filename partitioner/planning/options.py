@@ -30,6 +30,7 @@ from ...runtime.limits import (
     Text,
     Whole,
     bytes_of,
+    flag_of,
     form,
     key_values,
     path,
@@ -327,10 +328,10 @@ class PartitionOptions:
         check_options({entry.name: getattr(self, entry.name) for entry in fields(self)})
         if self.lengths:
             check_lengths(self.lengths, self.stages, self.schedule)
-            for name, value in (("devices", self.devices), ("ranks", self.ranks)):
-                if value is not None:
+            for name in ("devices", "ranks", "stop_after"):
+                if getattr(self, name) is not None:
                     raise PlanError(
-                        f"--elastic plans equal ranks with one stage each, but --{name} is given.",
+                        f"--elastic writes the plans of equal ranks, but {flag_of(name)} is given.",
                         "Leave one of them out.",
                     )
         elif self.freeze is not None:

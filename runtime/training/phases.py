@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,10 @@ from ..checkpoint.contents import FoundCheckpoint
 from ..config.settings import RunConfig, SettingsError
 from ..distributed.failure import RankFolder
 from ..distributed.process_groups import SharedStore, World, regrouped
+from ..errors import PlanError
 from ..executor.instrumented import Activities, Activity
 from ..formatting import counted
-from ..freezing.elastic import SCHEDULES, Elastic, pipelines, read_elastic
+from ..freezing.elastic import SCHEDULES, Phase, pipelines, read_elastic
 from ..limits import typed
 from ..monitoring.diagnostics import memory_watched
 from ..monitoring.records import Reporter
@@ -130,29 +131,36 @@ def at_depth(job: Job, world: World, depth: int) -> tuple[Job, World]:
     if not started.elastic:
         return job, world
     elastic = read_elastic(Path(started.folder))
-    if job.started is None:
-        _check_code(elastic, started, world)
     phase = elastic.at(depth)
+    # All of them before the first step, and each once more when its code is about to run.
+    _check_code(elastic.phases[1:] if job.started is None else (phase,), started, world)
     folder = Path(started.folder) / phase.folder
     replicas = world.ranks // phase.stages
     config = replace(
         started,
         folder=str(folder),
         schedule=started.schedule if phase.stages > 1 else "single",
+        ranks=None,
         replicas=replicas,
         micro_batches=started.micro_batches * started.pipelines // replicas,
         init_from=started.init_from or str(Path(started.folder) / "weights"),
     )
     planned = job.planned if folder == Path(job.config.folder) else read_plan(folder)
+    if len(planned.stages) != phase.stages:
+        raise PlanError(
+            f"{folder} has {counted(len(planned.stages), 'stage')}, but its list of phases says "
+            f"{phase.stages}.",
+            "Partition the model again.",
+        )
     code = job.code if planned is job.planned else code_hashes(folder)
     own = replace(job, config=config, planned=planned, code=code, started=started)
     return own, regrouped(world, own.plan, replicas, config.patience_s)
 
 
-def _check_code(elastic: Elastic, config: RunConfig, world: World) -> None:
+def _check_code(phases: Sequence[Phase], config: RunConfig, world: World) -> None:
     """Raises TrustError if no host trusts the code of a phase, and SettingsError if hosts have
     different code. Collective."""
-    for phase in elastic.phases[1:]:
+    for phase in phases:
         folder = Path(config.folder) / phase.folder
         code = json.dumps(code_hashes(folder), sort_keys=True).encode()
         if len(set(world.gathered(hashlib.sha256(code).digest()))) > 1:
