@@ -122,6 +122,9 @@ def check_elastic(job: Job) -> None:
                 f"blocks on, which cannot share out {total} micro-batches.",
                 f"--micro-batches {elastic.micro_batches}",
             )
+        folder = Path(config.folder) / phase.folder
+        if not (config.trust or is_trusted(folder)):
+            raise untrusted(folder)
 
 
 def at_depth(job: Job, world: World, depth: int) -> tuple[Job, World]:
