@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from asyncpipe.partitioner.planning.options import PartitionOptions
 from asyncpipe.runtime.errors import AsyncPipeError, PlanError
 from asyncpipe.runtime.freezing.elastic import FILE, read_elastic
 from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.runtime.plan.trust import TrustError
 from asyncpipe.tests.runtime.freezing.test_freezing_runs import (
     DEPTHS,
     assert_equal,
@@ -89,6 +91,18 @@ def test_an_elastic_run_is_resumed_in_the_right_phase(blocks: Path, tmp_path: Pa
             for line in whole
             if line["event"] == "step" and line["step"] > step
         }
+
+
+def test_the_edited_code_of_a_phase_runs_only_when_it_is_trusted(
+    blocks: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(blocks, tmp_path / "blocks")
+    for stage in (tmp_path / "blocks" / "phases").glob("*/stage_0.py"):
+        stage.write_text(f'{stage.read_text()}open("{tmp_path}/ran", "w")\n')
+    given = {"schedule": "1f1b", "elastic": True}
+    with pytest.raises(TrustError, match="phases/.* was not made on this machine"):
+        train(tmp_path / "blocks", tmp_path / "run", **given)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_run_without_phases_is_refused(blocks: Path, tmp_path: Path) -> None:
