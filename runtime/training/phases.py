@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..distributed.process_groups import SharedStore, World, regrouped
 from ..errors import PlanError
 from ..executor.instrumented import Activities, Activity
 from ..formatting import counted
-from ..freezing.elastic import SCHEDULES, Phase, pipelines, read_elastic
+from ..freezing.elastic import FOLDER, SCHEDULES, Elastic, pipelines, read_elastic
 from ..limits import typed
 from ..monitoring.diagnostics import memory_watched
 from ..monitoring.records import Reporter
@@ -135,8 +135,7 @@ def at_depth(job: Job, world: World, depth: int) -> tuple[Job, World]:
         return job, world
     elastic = read_elastic(Path(started.folder))
     phase = elastic.at(depth)
-    # All of them before the first step, and each once more when its code is about to run.
-    _check_code(elastic.phases[1:] if job.started is None else (phase,), started, world)
+    codes = _code_of(elastic, started, world) if job.started is None else job.code_of_phases
     folder = Path(started.folder) / phase.folder
     replicas = world.ranks // phase.stages
     config = replace(
@@ -155,23 +154,25 @@ def at_depth(job: Job, world: World, depth: int) -> tuple[Job, World]:
             f"{phase.stages}.",
             "Partition the model again.",
         )
-    code = job.code if planned is job.planned else code_hashes(folder)
-    own = replace(job, config=config, planned=planned, code=code, started=started)
+    code = codes.get(phase.folder, job.code)  # the first phase has the code of the job
+    own = replace(
+        job, config=config, planned=planned, code=code, started=started, code_of_phases=codes
+    )
     return own, regrouped(world, own.plan, replicas, config.patience_s)
 
 
-def _check_code(phases: Sequence[Phase], config: RunConfig, world: World) -> None:
-    """Raises TrustError if no host trusts the code of a phase, and SettingsError if hosts have
-    different code. Collective."""
-    for phase in phases:
-        folder = Path(config.folder) / phase.folder
-        code = json.dumps(code_hashes(folder), sort_keys=True).encode()
-        if len(set(world.gathered(hashlib.sha256(code).digest()))) > 1:
-            raise SettingsError(
-                f"{folder} differs between hosts.", "Copy the generated folder to all of them."
-            )
-        if not any(world.sums([float(config.trust or is_trusted(folder))])):
-            raise untrusted(str(folder))
+def _code_of(elastic: Elastic, config: RunConfig, world: World) -> Mapping[str, Mapping[str, str]]:
+    """The SHA-256 of the files of all later phases, by folder: stages that are changed afterwards
+    do not run. Collective. Raises SettingsError if hosts have different code."""
+    folder = Path(config.folder)
+    codes = {phase.folder: code_hashes(folder / phase.folder) for phase in elastic.phases[1:]}
+    content = json.dumps(codes, sort_keys=True).encode()
+    if len(set(world.gathered(hashlib.sha256(content).digest()))) > 1:
+        raise SettingsError(
+            f"{folder / FOLDER} differs between hosts.",
+            "Copy the generated folder to all of them.",
+        )
+    return codes
 
 
 def next_phase(setup: Setup, handed_over: FoundCheckpoint) -> Setup:

@@ -149,6 +149,7 @@ class Job:
     code: the SHA-256 of each file of the stages when the command began.
     settings: the options as given; None where no run is started.
     started: the options with which an elastic run began; None before its first phase.
+    code_of_phases: the SHA-256 of each file of the stages of later phases, by folder, at that time.
     lock: the lock of the folder, which the process that leads the run holds.
     """
 
@@ -159,6 +160,7 @@ class Job:
     code: Mapping[str, str]
     settings: Settings | None = None
     started: RunConfig | None = None
+    code_of_phases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     lock: FolderLock = field(default_factory=lambda: FolderLock("run"), compare=False)
 
     @property
