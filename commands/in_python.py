@@ -28,6 +28,8 @@ class TrainKeywords(PipelineKeywords, total=False):
     lr_schedule: str | None
     ema: float | None
     elastic: bool
+    grow: str
+    scale_lr: str
     compile: bool
     metric: str | None
     early_stop: int

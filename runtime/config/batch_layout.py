@@ -33,6 +33,7 @@ class StepBatch:
     the rest, and those after it have none and do not run.
 
     short, last: the micro-batches of such a step, and its number, counted from 0.
+    unit: where steps grow during a run (`--grow batch`), the samples of the first ones; else 0.
 
     >>> batch = StepBatch((8, 8, 8, 6), replicas=2)
     >>> batch.samples, batch.is_even, batch.place(5)
@@ -42,6 +43,9 @@ class StepBatch:
     ((3, 0), 79, (76, 3))
     >>> batch.sizes_of(replica=1), batch.first_of(step=2, replica=1)
     ((8, 6), 10)
+    >>> grown = StepBatch((8, 8, 8, 8), replicas=2, first_step=5, first_sample=80, unit=16)
+    >>> grown.growth, [grown.counted(step) for step in (5, 6, 7)]
+    (2.0, [5, 7, 9])
     """
 
     sizes: tuple[int, ...]
@@ -50,6 +54,7 @@ class StepBatch:
     first_sample: int = 0
     short: tuple[int, ...] = ()
     last: int = -1
+    unit: int = 0
 
     @classmethod
     def of(cls, config: RunConfig, *, first_step: int = 0, first_sample: int = 0) -> StepBatch:
@@ -127,6 +132,16 @@ class StepBatch:
         """The samples that were consumed when so many steps were made."""
         fewer = self.samples - sum(self.short) if 0 <= self.last < step else 0
         return self.first_sample + (step - self.first_step) * self.samples - fewer
+
+    @property
+    def growth(self) -> float:
+        """How many times the samples of the first steps a step has."""
+        return self.samples / self.unit if self.unit else 1.0
+
+    def counted(self, step: int) -> int:
+        """The steps that would have been made so far, had none grown: where the learning rate and
+        events of freezing are in a run, which follow its samples."""
+        return max(0, self.position(step)) // self.unit if self.unit else step
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def events_of(config: RunConfig, batch: StepBatch, length: int) -> Events | None
     if config.freeze is None:
         return None
     if isinstance(config.freeze_every, int):
-        return Events(config.freeze_every)
+        return Events(config.freeze_every, batch.counted)
     if length == UNKNOWN_LENGTH:
         raise SettingsError(
             f"--freeze has an event in each epoch, but {config.data} has no length.",

@@ -13,6 +13,10 @@ from ..optimizers.facts import OPTIMIZERS, defaults_in_words, in_words, that_tak
 from ..options import option, required
 from ..schedule.asynchronous import DEFAULT_CAP
 
+REPLICAS, BATCH = "replicas", "batch"
+"""The values of `--grow`."""
+SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
+"""The values of `--scale-lr`: the power of the growth of a step that scales the learning rate."""
 DDP = "ddp"
 """A schedule: whole models that share the micro-batches, that is replicas of `single`."""
 
@@ -315,6 +319,18 @@ class LearningOptions:
         Flag(),
         "Continue with a shorter pipeline and more replicas when blocks freeze, as "
         "asyncpipe-partition --elastic has planned.",
+    )
+    grow: str = _learns(
+        REPLICAS,
+        Choice((REPLICAS, BATCH)),
+        "What grows where a shorter pipeline of --elastic frees processes: replicas, which share "
+        "out the samples of a step, or batch: each replica has as many samples as a first one.",
+    )
+    scale_lr: str = _learns(
+        "none",
+        Choice(tuple(SCALES)),
+        "Factor on the learning rate of steps that have N times the samples, with --grow batch: "
+        "none, linear (N) or sqrt (its root).",
     )
     ema: float | None = _learns(
         None,

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+from ..config.batch_layout import StepBatch
+from ..config.learning_options import SCALES
 from ..config.settings import RunConfig, SettingsError
 from ..rng import import_seeded
 from ..user_code import user_errors_as
@@ -38,12 +40,23 @@ def lr_factor(
     return 1.0
 
 
-def learning_rate_of(config: RunConfig) -> Callable[[int], float]:
+def learning_rate_of(config: RunConfig, batch: StepBatch | None = None) -> Callable[[int], float]:
     """The factor of `--lr` at a step, counted from 0.
+
+    Where the steps of a run grow, the schedule follows its samples, and `batch` has those of the
+    steps in question: their rate is that of their first sample, scaled as `--scale-lr` says.
 
     Raises SettingsError for a function of the user that is not there; its factor does so where it
     fails or is not a number from 0 on.
     """
+    scheduled = _scheduled(config)
+    if batch is None or not batch.unit:
+        return scheduled
+    scale = batch.growth ** SCALES[config.scale_lr]
+    return lambda step: scale * scheduled(batch.counted(step))
+
+
+def _scheduled(config: RunConfig) -> Callable[[int], float]:
     if config.lr_schedule is not None:
         return partial(_own_factor, config.lr_schedule, config)
     return partial(

@@ -70,11 +70,11 @@ class Checkpoints:
         self._activities, self._unused, self._length = activities, unused, length
         self._saved = first_step
 
-    def is_due(self, step: int) -> bool:
-        """True if a checkpoint is due after a step: every `--save-every` steps, and after
-        the last."""
+    def is_due(self, step: int, steps: int) -> bool:
+        """True if a checkpoint is due after a step of a run of so many: every `--save-every` steps,
+        and after the last."""
         every = self._config.save_every
-        return every > 0 and (step % every == 0 or step == self._config.steps)
+        return every > 0 and (step % every == 0 or step == steps)
 
     def save(self, rank: Rank, progress: Progress) -> None:
         """Copies the state after a step and starts writing it. Raises CheckpointError when the
@@ -191,11 +191,14 @@ def check_steps(config: RunConfig, checkpoint: FoundCheckpoint) -> None:
         )
 
 
-def describe_resumption(checkpoint: FoundCheckpoint, config: RunConfig, length: int) -> list[str]:
-    """The step from which a run resumes, in data of `length` samples, and the changes since."""
+def describe_resumption(
+    checkpoint: FoundCheckpoint, config: RunConfig, length: int, steps: int
+) -> list[str]:
+    """The step from which a run of so many steps resumes, in data of `length` samples, and the
+    changes since."""
     facts = checkpoint.facts
     lines = [
-        f"after step {facts.step} of {config.steps}, {facts.samples:,} samples "
+        f"after step {facts.step} of {steps}, {facts.samples:,} samples "
         f"({facts.samples / length:.2f} epochs) · {checkpoint.path}"
     ]
     if changed := differences(facts.settings, config):

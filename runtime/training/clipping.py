@@ -158,6 +158,13 @@ class StepMessage:
         return Agreed(tuple(squares), overflowed > 0, sum(losses))
 
 
+def mean_loss(losses: Sequence[tuple[Tensor, int]]) -> float:
+    """The mean over the samples of a step, whose micro-batches may differ in size."""
+    values = torch.stack([loss for loss, _ in losses]).double().cpu()
+    shares = torch.tensor([samples / losses[0][1] for _, samples in losses], dtype=values.dtype)
+    return float((values * shares).sum() / shares.sum())
+
+
 def clip_factor(norm: float, limit: float) -> float:
     """The factor for gradients of this norm; `limit` 0 means no limit."""
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0

@@ -112,19 +112,10 @@ class Run:
 
     def _make_watch(self, first: StepRecord | None) -> Watch | None:
         """On rank 0, turns the metrics of all ranks into records."""
-        checkpoint = self._setup.checkpoint
         if self._reporter is None:
             return None
-        watch = Watch(
-            self._config,
-            self._setup.job.task,
-            self._gather,
-            self._reporter,
-            self._trainer.batch,
-            self._activities,
-            length=self._trainer.agreement.length,
-            seconds=checkpoint.facts.seconds if checkpoint else 0.0,
-        )
+        length = self._trainer.agreement.length
+        watch = Watch(self._setup, self._reporter, self._gather, length=length)
         watch.records += [] if first is None else [first]
         return watch
 
@@ -178,7 +169,7 @@ class Run:
         True if the run ends there."""
         self._freeze(step)
         config, request = self._config, self._requested(step)
-        is_due = self._checkpoints.is_due(step)
+        is_due = self._checkpoints.is_due(step, config.steps)
         is_evaluated = request.evaluate or (config.eval_every and step % config.eval_every == 0)
         if is_evaluated or (is_due and config.keep_best):
             self._evaluate(step)
@@ -352,8 +343,8 @@ class Run:
         )
 
     def _note_resumption(self, checkpoint: FoundCheckpoint) -> None:
-        config = self._setup.job.started or self._config
-        for text in describe_resumption(checkpoint, config, self._trainer.agreement.length):
+        config, length = self._setup.job.started or self._config, self._trainer.agreement.length
+        for text in describe_resumption(checkpoint, config, length, self._config.steps):
             self._note("resumed", text)
         if again := self._trainer.describe_resumption():
             self._note("resumed", again)

@@ -10,7 +10,6 @@ from functools import partial
 from time import perf_counter, process_time
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -34,6 +33,7 @@ from .clipping import (
     StepMessage,
     clip_factor,
     gradients_of,
+    mean_loss,
     scale_gradients,
     share_of,
     squared_norm,
@@ -67,6 +67,7 @@ class OptimizerStepper(ActionObserver):
     delays: the steps by which the gradients of each of the plan's stages are late (default 0).
     after_step: called with each stage after its step.
     own: steps the stages in place of the optimizer that the options name.
+    learning_rate: as for StageOptimizer.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class OptimizerStepper(ActionObserver):
         delays: Sequence[int] = (),
         after_step: Callable[[int], None] | None = None,
         own: OwnOptimizer | None = None,
+        learning_rate: Callable[[int], float] | None = None,
     ) -> None:
         super().__init__(activities or Activities())
         self._after_step = after_step
@@ -90,6 +92,7 @@ class OptimizerStepper(ActionObserver):
         self.before_step: Callable[[int], None] = lambda stage: None
         self._plan, self._modules, self._config, self._world = plan, modules, config, world
         self._own, self._gradient_group = own, gradient_group
+        self._learning_rate = learning_rate
         self._report, self._lr_scale = report, lr_scale
         self._stages = len(plan.stages)
         late = delays or [0] * self._stages
@@ -133,6 +136,7 @@ class OptimizerStepper(ActionObserver):
                 shared=self._share[j].shared_by_name if config.is_async else None,
                 refresh_every=self._refresh_periods[j],
                 clip_factor=partial(self._norms.expected_factor, j) if self._norms else None,
+                learning_rate=self._learning_rate,
             )
             for j, module in modules.items()
         }
@@ -324,7 +328,7 @@ class OptimizerStepper(ActionObserver):
             self._stages,
             self._world.control,
             overflowed=self._scale is not None and self._scale.overflowed(),
-            loss=_mean(losses) * self._part if losses else 0.0,
+            loss=mean_loss(losses) * self._part if losses else 0.0,
             replica=self._world.copy,
             replicas=self._world.grid.most_copies,
         )
@@ -406,7 +410,7 @@ class OptimizerStepper(ActionObserver):
         summed = self._sums.take_counts(version) if self._sums is not None else Summed()
         losses = self._losses.pop(version, None)
         if losses:
-            self._finite.check_loss(version, _mean(losses))
+            self._finite.check_loss(version, mean_loss(losses))
         met = self._passages.pop(version, [])
         gaps = self._gaps.pop(version, [])
         own_squares = self._squares_of.pop(version, {})
@@ -441,10 +445,3 @@ class OptimizerStepper(ActionObserver):
         self._optimizer_s = 0.0
         self._complete.clear()
         self._is_skipped = False
-
-
-def _mean(losses: list[tuple[Tensor, int]]) -> float:
-    """The mean over the samples of a step, whose micro-batches may differ in size."""
-    values = torch.stack([loss for loss, _ in losses]).double().cpu()
-    shares = torch.tensor([samples / losses[0][1] for _, samples in losses], dtype=values.dtype)
-    return float((values * shares).sum() / shares.sum())

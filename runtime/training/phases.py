@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.contents import FoundCheckpoint
+from ..config.learning_options import BATCH
 from ..config.settings import RunConfig, SettingsError
 from ..distributed.failure import RankFolder
 from ..distributed.process_groups import SharedStore, World, regrouped
@@ -36,7 +38,7 @@ from ..watch.worker import start_viewer
 from .checkpointing import Stopping
 from .loop import Run
 from .read_ahead import readers_end
-from .setup import Job, Setup, agree, find_checkpoint, set_up, write_schedule
+from .setup import Job, Setup, agree, continued, find_checkpoint, set_up, write_schedule
 from .stages import frozen_blocks
 
 
@@ -68,7 +70,7 @@ def train(
                 watchdog.tell = reporter.on_warning
                 for text in skipped:
                     reporter.on_warning(text)
-            job, world = at_depth(job, world, frozen_blocks(checkpoint))
+            job, world = in_phase(job, world, checkpoint)
             setup = set_up(job, world, reporter, checkpoint, on_step, activities, board)
             with activities.during(Activity("other", "loads its stages")):
                 run = Run(setup, stopping)
@@ -98,6 +100,7 @@ def _make_shown(
 def check_elastic(job: Job) -> None:
     """Raises SettingsError or PlanError where a run cannot be elastic."""
     config = job.config
+    _check_growth(config)
     if not config.elastic:
         return
     if config.freeze is None:
@@ -116,7 +119,8 @@ def check_elastic(job: Job) -> None:
     elastic, ranks = read_elastic(Path(config.folder)), config.pipelines * len(job.plan.stages)
     total = config.micro_batches * config.pipelines
     for phase in elastic.phases:
-        if ranks % phase.stages or total % (ranks // phase.stages):
+        is_shared = config.grow == BATCH or total % (ranks // phase.stages) == 0
+        if ranks % phase.stages or not is_shared:
             raise SettingsError(
                 f"--elastic trains {pipelines(phase.stages, ranks)} from {phase.depth} frozen "
                 f"blocks on, which cannot share out {total} micro-batches.",
@@ -127,14 +131,34 @@ def check_elastic(job: Job) -> None:
             raise untrusted(folder)
 
 
-def at_depth(job: Job, world: World, depth: int) -> tuple[Job, World]:
-    """The job and the world of the phase with so many frozen blocks; those that were given if the
-    run is not elastic. Collective. Raises PlanError for damaged phases."""
+def _check_growth(config: RunConfig) -> None:
+    """Raises SettingsError for steps that cannot grow."""
+    if config.scale_lr != "none" and config.grow != BATCH:
+        raise SettingsError(
+            f"--scale-lr {config.scale_lr}, but all steps have the same samples.", "--grow batch"
+        )
+    if config.grow != BATCH:
+        return
+    if not config.elastic:
+        raise SettingsError(
+            f"--grow {BATCH}, but the number of replicas does not change.", "Add --elastic."
+        )
+    if config.global_batch_size is not None:
+        raise SettingsError(
+            f"--grow {BATCH} requires micro-batches of one size, but a step has "
+            f"{config.global_batch_size} samples in micro-batches of {config.micro_batch_size}.",
+            "Give --micro-batches and --micro-batch-size.",
+        )
+
+
+def in_phase(job: Job, world: World, checkpoint: FoundCheckpoint | None) -> tuple[Job, World]:
+    """The job and the world of the phase that continues from a checkpoint; those that were given if
+    the run is not elastic. Collective. Raises PlanError for damaged phases."""
     started = job.started or job.config
     if not started.elastic:
         return job, world
     elastic = read_elastic(Path(started.folder))
-    phase = elastic.at(depth)
+    phase = elastic.at(frozen_blocks(checkpoint))
     codes = _code_of(elastic, started, world) if job.started is None else job.code_of_phases
     folder = Path(started.folder) / phase.folder
     replicas = world.ranks // phase.stages
@@ -144,9 +168,13 @@ def at_depth(job: Job, world: World, depth: int) -> tuple[Job, World]:
         schedule=started.schedule if phase.stages > 1 else "single",
         ranks=None,
         replicas=replicas,
-        micro_batches=started.micro_batches * started.pipelines // replicas,
         init_from=started.init_from or str(Path(started.folder) / "weights"),
+        **_batch_of_phase(started, replicas),
     )
+    if unit := replace(job, started=started).unit:
+        made, read = (checkpoint.facts.step, checkpoint.facts.samples) if checkpoint else (0, 0)
+        samples = started.samples or started.steps * unit
+        config = continued(replace(config, samples=samples), made, read)
     planned = job.planned if folder == Path(job.config.folder) else read_plan(folder)
     if len(planned.stages) != phase.stages:
         raise PlanError(
@@ -159,6 +187,14 @@ def at_depth(job: Job, world: World, depth: int) -> tuple[Job, World]:
         job, config=config, planned=planned, code=code, started=started, code_of_phases=codes
     )
     return own, regrouped(world, own.plan, replicas, config.patience_s)
+
+
+def _batch_of_phase(started: RunConfig, replicas: int) -> dict[str, Any]:
+    """The options of the batch with so many replicas: they share the micro-batches of a first step
+    out, or each has as many as a first replica. Then the last step has the samples that remain."""
+    if started.grow == BATCH:
+        return {"remainder": started.remainder or "proportional"}
+    return {"micro_batches": started.micro_batches * started.pipelines // replicas}
 
 
 def _code_of(elastic: Elastic, config: RunConfig, world: World) -> Mapping[str, Mapping[str, str]]:
@@ -177,9 +213,8 @@ def _code_of(elastic: Elastic, config: RunConfig, world: World) -> Mapping[str, 
 
 def next_phase(setup: Setup, handed_over: FoundCheckpoint) -> Setup:
     """The setup of the phase that begins with this state. Collective."""
-    depth = frozen_blocks(handed_over)
     with setup.activities.during(Activity("meet", "the groups of the next phase")):
-        job, world = at_depth(setup.job, setup.world, depth)
+        job, world = in_phase(setup.job, setup.world, handed_over)
     following = agree(
         job,
         world,
@@ -191,6 +226,16 @@ def next_phase(setup: Setup, handed_over: FoundCheckpoint) -> Setup:
     )
     if setup.reporter is not None:
         write_schedule(job.folder, following.schedule)
-        text = f"{counted(depth, 'block')} frozen: {pipelines(len(job.plan.stages), world.ranks)}"
-        setup.reporter.on_note("phase", f"{text}, after step {handed_over.facts.step}")
+        setup.reporter.on_note("phase", describe_phase(following))
     return following
+
+
+def describe_phase(setup: Setup) -> str:
+    """A phase that follows another one, as a phrase."""
+    assert setup.checkpoint is not None
+    depth, stages = frozen_blocks(setup.checkpoint), len(setup.job.plan.stages)
+    grown = f", {setup.batch.samples} samples per step" if setup.job.unit else ""
+    return (
+        f"{counted(depth, 'block')} frozen: {pipelines(stages, setup.world.ranks)}{grown}, "
+        f"after step {setup.start}"
+    )

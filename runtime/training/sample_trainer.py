@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..config.batch_layout import EvaluationBatch, StepBatch, uses_symbol
+from ..config.batch_layout import EvaluationBatch, uses_symbol
 from ..config.segments import RunSegment, segments
 from ..config.settings import RunConfig
 from ..control.metrics import Metric
@@ -63,8 +63,7 @@ class StageTrainer:
         self._reading = [
             stage for stage in own if needed_inputs(plan, (stage,), criterion=has_criterion)
         ]
-        first = checkpoint.facts.samples if checkpoint else 0
-        self.batch = StepBatch.of(config, first_step=setup.start, first_sample=first)
+        self.batch = setup.batch
         order = data.order(config.seed) if data else None
         self._samples = self._training_feed(order)
         if isinstance(self._samples, ReadAhead):
@@ -75,7 +74,7 @@ class StageTrainer:
             world,
             data,
             order,
-            first=first,
+            first=checkpoint.facts.samples if checkpoint else 0,
             fields=needed_inputs(plan, range(len(plan.stages)), criterion=has_criterion),
             own_fields=setup.fields,
         )

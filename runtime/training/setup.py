@@ -18,10 +18,12 @@ from ..checkpoint.resuming import candidates, keep_records_until
 from ..checkpoint.storage import check_exportable
 from ..config.batch_layout import StepBatch
 from ..config.execution_options import LEFT_OUT, ExecutionOptions
+from ..config.learning_options import BATCH
 from ..config.mixed_precision import find_boundary_dtypes
 from ..config.resolve import costs_at_sizes, gpu_of_rank, sized_plan
 from ..config.segments import make_segment
 from ..config.settings import RunConfig, Settings, SettingsError
+from ..control.learning_rate import learning_rate_of
 from ..data.task import GIVEN, Task
 from ..distributed.failure import RankFolder
 from ..distributed.process_groups import SharedStore, World
@@ -169,6 +171,12 @@ class Job:
         return sized_plan(self.planned, self.config)
 
     @property
+    def unit(self) -> int:
+        """The samples of a step before steps grow; 0 where they do not."""
+        started = self.started or self.config
+        return StepBatch.of(started).samples if started.grow == BATCH else 0
+
+    @property
     def repeating(self) -> Settings:
         """The options that repeat the run: the resolved ones, or those that were given while what
         follows from the steps of epochs is unknown."""
@@ -213,6 +221,18 @@ class Setup:
     def start(self) -> int:
         """The number of steps that were made before."""
         return self.checkpoint.facts.step if self.checkpoint else 0
+
+    @property
+    def batch(self) -> StepBatch:
+        """The samples of each step."""
+        read = self.checkpoint.facts.samples if self.checkpoint else 0
+        batch = StepBatch.of(self.job.config, first_step=self.start, first_sample=read)
+        return replace(batch, unit=self.job.unit)
+
+    @property
+    def learning_rate(self) -> Callable[[int], float]:
+        """The factor of the learning rate at a step, counted from 0."""
+        return learning_rate_of(self.job.started or self.job.config, self.batch)
 
     @property
     def weights(self) -> str | None:
@@ -328,7 +348,10 @@ def find_checkpoint(
     with activities.during(Activity("meet", "the checkpoint to resume from")):
         checkpoint, skipped = first_good(named, world, may_skip=may_skip)
     if checkpoint is not None:
-        job = _continued(job, checkpoint)
+        facts = checkpoint.facts
+        is_open = config.samples is not None and config.samples >= facts.samples
+        if is_open and not job.unit:
+            job = replace(job, config=continued(config, facts.step, facts.samples))
         check_steps(job.config, checkpoint)
         check_model(job.planned, Path(config.folder), checkpoint)
     if world.rank == 0:
@@ -336,17 +359,14 @@ def find_checkpoint(
     return job, checkpoint, skipped
 
 
-def _continued(job: Job, checkpoint: FoundCheckpoint) -> Job:
-    """The job, whose samples count as if all earlier steps had been of the present batch: only the
-    rest of them makes further steps."""
-    config, facts = job.config, checkpoint.facts
-    if config.samples is None or config.samples < facts.samples:
-        return job
+def continued(config: RunConfig, step: int, read: int) -> RunConfig:
+    """The options of a run that has read so many samples in its steps, as if all of these had been
+    of the present batch: only the rest of its samples makes further steps."""
+    assert config.samples is not None
     of_step = StepBatch.of(config).samples
-    samples = facts.step * of_step + config.samples - facts.samples
-    config = replace(config, samples=samples)
-    steps = samples // of_step + (config.left_over > 0)
-    return replace(job, config=replace(config, steps=steps))
+    config = replace(config, samples=step * of_step + max(0, config.samples - read))
+    assert config.samples is not None
+    return replace(config, steps=config.samples // of_step + (config.left_over > 0))
 
 
 def write_schedule(folder: Path, schedule: Schedule) -> None:

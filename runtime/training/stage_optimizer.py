@@ -68,6 +68,7 @@ class StageOptimizer:
     Arguments:
     hidden, shared, refresh_every: as for `make_optimizer`.
     clip_factor: the factor by which a coming step would clip; without it nothing is clipped.
+    learning_rate: the factor of the learning rate at a step, by default that of the options.
     """
 
     def __init__(
@@ -79,11 +80,12 @@ class StageOptimizer:
         shared: Mapping[str, Tensor] | None = None,
         refresh_every: int | None = None,
         clip_factor: Callable[[Sequence[Tensor], float], float] | None = None,
+        learning_rate: Callable[[int], float] | None = None,
     ) -> None:
         trainable = [parameter for parameter in stage.parameters() if parameter.requires_grad]
         self._is_users = config.optimizer not in OPTIMIZERS
         self._config = config
-        self._factor = learning_rate_of(config)
+        self._factor = learning_rate or learning_rate_of(config)
         self.lr_factor = 1.0
         self._clip_factor = clip_factor
         self.optimizer: Optimizer | None = None

@@ -91,6 +91,7 @@ class TrainedStages:
             delays=setup.schedule.delays,
             after_step=after_step,
             own=own,
+            learning_rate=setup.learning_rate,
         )
         self.executor.attach(self.stepper.optimizers)
         if self.freezing is not None and self.freezing.reads_gradients:

@@ -7,16 +7,16 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from statistics import median
 from time import perf_counter
+from typing import TYPE_CHECKING
 
-from ..config.batch_layout import StepBatch
-from ..config.settings import RunConfig
-from ..control.learning_rate import learning_rate_of
 from ..data.streams import UNKNOWN_LENGTH
-from ..data.task import Task
-from ..executor.instrumented import COMPUTING, PURPOSES, Activities, Activity, Kind
+from ..executor.instrumented import COMPUTING, PURPOSES, Activity, Kind
 from ..monitoring.gather import Gather, RankFigures
 from ..monitoring.idle import RankTime
 from ..monitoring.records import PARTS_OF_TIME, Pace, Reporter, StalenessSummary, StepRecord
+
+if TYPE_CHECKING:
+    from .setup import Setup
 
 _STEADY = 1000
 
@@ -29,10 +29,7 @@ class Watch:
     in its own record.
 
     Arguments:
-    batch: the samples of each step.
-    activities: the record of the activities of rank 0.
     length: the samples of an epoch.
-    seconds: the duration of the run before it was resumed.
 
     records: the records of the run's first step and of the last one.
     lr_factor: the factor of a callback on the learning rates of later steps.
@@ -42,24 +39,22 @@ class Watch:
 
     def __init__(
         self,
-        config: RunConfig,
-        task: Task,
-        gather: Gather,
+        setup: Setup,
         reporter: Reporter,
-        batch: StepBatch,
-        activities: Activities,
+        gather: Gather,
         *,
         length: int,
-        seconds: float = 0.0,
     ) -> None:
+        config, batch, is_text = setup.job.config, setup.batch, setup.job.task.kind == "text"
         self._config = config
-        self._factor = learning_rate_of(config)
+        self._factor = setup.learning_rate
         self._gather = gather
         self._reporter = reporter
-        self._batch, self._length, self._before_s = batch, length, seconds
-        self._activities = activities
-        self._unit = "tok" if task.kind == "text" else "samples"
-        self._per_sample = (config.seq or 1) if task.kind == "text" else 1
+        self._batch, self._length = batch, length
+        self._before_s = setup.checkpoint.facts.seconds if setup.checkpoint else 0.0
+        self._activities = setup.activities
+        self._unit = "tok" if is_text else "samples"
+        self._per_sample = (config.seq or 1) if is_text else 1
         self._warm: tuple[int, float, float] | None = None
         self._started_s = perf_counter()
         self._interval: list[list[RankFigures]] = []

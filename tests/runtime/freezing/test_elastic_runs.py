@@ -26,6 +26,7 @@ from asyncpipe.tests.support.processes.quick_python import run
 from asyncpipe.tests.support.processes.silent_reporter import FACTORY
 
 NAME = "phases/f01_2p"
+GROWN: dict[str, Any] = {"elastic": True, "grow": "batch", "steps": 13}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,34 @@ def test_an_elastic_run_is_the_plain_loop(blocks: Path, tmp_path: Path, schedule
     assert notes[-1] == "4 blocks frozen: 1 stage x 2 replicas, after step 6"
 
 
+@pytest.mark.parametrize(
+    ("schedule", "scale", "power"), [("1f1b", "none", 0.0), ("gpipe", "linear", 1.0)]
+)
+def test_a_run_whose_steps_grow_is_the_plain_loop(
+    blocks: Path, tmp_path: Path, schedule: str, scale: str, power: float
+) -> None:
+    given = {"schedule": schedule, "clip": 0.5, "warmup": 3, "decay": "linear", **GROWN}
+    lines = train(blocks, tmp_path / "run", scale_lr=scale, **given)
+
+    def rate(read: int, own: int) -> float:
+        """Of 13 steps of 4 micro-batches, the last 9 are 4 of 8 and half of one."""
+        at = read // 4
+        scheduled = (at + 1) / 3 if at < 3 else 1 - (at - 3) / 10
+        return scheduled * (2**power if at >= 4 else 1.0) * (0.5 if at == 12 else 1.0)
+
+    frozen = {2: 1, 4: 3, 5: 4}
+    changes = {"grown": {4: (8, 8), 8: (4, 8)}, "rate": rate}
+    plain = loop(blocks, (0, 0), 4, depths=frozen, made=9, changes=changes, **given)
+    assert_equal(lines, tmp_path / "run", plain)
+    steps = [line for line in lines if line["event"] == "step"]
+    assert [line["frozen_blocks"] for line in steps] == [0, 0, 1, 1, 3, 4, 4, 4, 4]
+    read = [round(line["epoch"] / steps[0]["epoch"], 2) for line in steps]
+    assert read == [1, 2, 3, 4, 6, 8, 10, 12, 13]
+    assert steps[4]["lr"] == pytest.approx(0.01 * 2**power * 0.9)
+    note = next(line["text"] for line in lines if "2 replicas" in line.get("text", ""))
+    assert note == "3 blocks frozen: 1 stage x 2 replicas, 32 samples per step, after step 4"
+
+
 def test_an_elastic_run_follows_gradients_as_any_run(blocks: Path, tmp_path: Path) -> None:
     given = {"schedule": "1f1b", "freeze": "gradnorm:1/2"}
     plain, elastic = (
@@ -79,18 +108,23 @@ def test_an_elastic_run_follows_gradients_as_any_run(blocks: Path, tmp_path: Pat
         assert other.get("block_norms", []) == pytest.approx(one.get("block_norms", []), rel=1e-9)
 
 
-def test_an_elastic_run_is_resumed_in_the_right_phase(blocks: Path, tmp_path: Path) -> None:
-    given = {"schedule": "1f1b", "elastic": True, "save_every": 2, "keep_last": 9}
+@pytest.mark.parametrize("batch", [{}, GROWN | {"decay": "cosine"}], ids=["kept", "grown"])
+def test_an_elastic_run_is_resumed_in_the_right_phase(
+    blocks: Path, tmp_path: Path, batch: dict[str, Any]
+) -> None:
+    given = {"schedule": "1f1b", "elastic": True, "save_every": 2, "keep_last": 9, **batch}
     whole = train(blocks, tmp_path / "whole", **given)
     for step in (4, 6, 8):
         checkpoint = tmp_path / "whole" / "checkpoints" / f"step-{step:06}"
         lines = train(blocks, tmp_path / f"from{step}", resume=str(checkpoint), **given)
-        losses = {line["step"]: line["loss"] for line in lines if line["event"] == "step"}
-        assert losses == {
-            line["step"]: line["loss"]
-            for line in whole
-            if line["event"] == "step" and line["step"] > step
-        }
+        made, expected = (
+            [[line["step"], line["loss"], line["lr"], line["epoch"]] for line in run]
+            for run in (
+                [line for line in lines if line["event"] == "step"],
+                [line for line in whole if line["event"] == "step" and line["step"] > step],
+            )
+        )
+        assert made == expected
 
 
 def test_the_edited_code_of_a_phase_runs_only_when_it_is_trusted(
@@ -113,6 +147,16 @@ def test_a_run_without_phases_is_refused(blocks: Path, tmp_path: Path) -> None:
         run(settings(blocks, tmp_path / "a", **{**given, "micro_batches": 3}), FACTORY)
     with pytest.raises(AsyncPipeError, match="--elastic, but --schedule is async-1f1b"):
         run(settings(blocks, tmp_path / "a", **{**given, "schedule": "async-1f1b"}), FACTORY)
+    grown = {**given, "micro_batches": 3, "grow": "batch"}
+    with pytest.raises(AsyncPipeError, match="--scale-lr sqrt, but all steps have the same"):
+        run(settings(blocks, tmp_path / "a", scale_lr="sqrt", **given), FACTORY)
+    with pytest.raises(AsyncPipeError, match="--grow batch, but the number of replicas"):
+        run(settings(blocks, tmp_path / "a", **{**grown, "elastic": False}), FACTORY)
+    with pytest.raises(AsyncPipeError, match="10 samples in micro-batches of 4"):
+        run(
+            settings(blocks, tmp_path / "a", global_batch_size=10, micro_batch_size=4, **grown),
+            FACTORY,
+        )
     assert not (tmp_path / "a").exists()
 
 

@@ -71,6 +71,8 @@ def loop(
     every: int,
     depths: Mapping[int, int] = DEPTHS,
     replicas: int = 1,
+    made: int = STEPS,
+    changes: Mapping[str, Any] | None = None,
     **given: Any,
 ) -> PlainLoop:
     job = make_job(settings(folder, folder / "unused", **given))
@@ -96,7 +98,8 @@ def loop(
         clip=given.get("clip", 0.0),
         frozen=frozen,
         replicas=replicas,
-    ).run(STEPS)
+        **(changes or {}),
+    ).run(made)
 
 
 def assert_equal(lines: list[dict[str, Any]], output: Path, plain: PlainLoop) -> None:

@@ -24,8 +24,11 @@ Weights = dict[str, Tensor]
 class PlainLoop:
     """The stages of a model, and AdamW with weight decay of matrices.
 
+    feed: the inputs of a micro-batch by its number in the data
     frozen: the names of the parameters that freeze, and of the modules that are in evaluation mode
         then, after so many steps
+    grown: the micro-batches of each step after so many, and by how many their gradients are divided
+    rate: the factor of a step's learning rate, by the micro-batches read before and those in it
     """
 
     stages: Sequence[nn.Module]
@@ -37,6 +40,9 @@ class PlainLoop:
     clip: float = 0.0
     replicas: int = 1
     frozen: Mapping[int, tuple[set[str], set[str]]] = field(default_factory=dict)
+    grown: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    rate: Callable[[int, int], float] = lambda read, own: 1.0
+    read: int = 0
     losses: list[float] = field(default_factory=list)
     squares: list[dict[str, float]] = field(default_factory=list)
     """The squared norm of each parameter's gradient in each step, before clipping."""
@@ -50,8 +56,9 @@ class PlainLoop:
         self.optimizer = torch.optim.AdamW(groups, lr=self.lr, eps=1e-8)
         for stage in self.stages:
             stage.train()
-        ends = [*sorted(step for step in self.frozen if step < steps), steps]
+        ends = [*sorted(step for step in {*self.frozen, *self.grown} if step < steps), steps]
         for start, end in zip([0, *ends], ends, strict=False):
+            self.every, self.divisor = self.grown.get(start, (self.every, self.every))
             self._segment(start, end)
             if end in self.frozen:
                 self._freeze(*self.frozen[end])
@@ -80,13 +87,16 @@ class PlainLoop:
                 if self.clip:
                     own = [each for stage in self.stages for each in stage.parameters()]
                     nn.utils.clip_grad_norm_(own, self.clip)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = self.lr * self.rate(self.read - self.every, self.every)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 history.append(self._weights())
 
     def _loss(self, number: int, versions: list[int], history: list[list[Weights]]) -> Tensor:
         torch.manual_seed(micro_batch_seed(self.seed, number))
-        fields = self.feed(number)
+        fields = self.feed(self.read)
+        self.read += 1
         hidden = fields["x"]
         read = []
         for j, (stage, version) in enumerate(zip(self.stages, versions, strict=True)):
@@ -98,7 +108,7 @@ class PlainLoop:
             read.append((live, leaves))
             hidden = functional_call(stage, leaves, (hidden,))
         loss = cross_entropy(hidden, fields["target"])
-        (loss / self.every).backward()
+        (loss / self.divisor).backward()
         for live, leaves in read:
             for name, leaf in leaves.items():
                 if leaf.grad is not None:
