@@ -13,7 +13,7 @@ from ..optimizers.facts import OPTIMIZERS, defaults_in_words, in_words, that_tak
 from ..options import option, required
 from ..schedule.asynchronous import DEFAULT_CAP
 
-REPLICAS, BATCH = "replicas", "batch"
+REPLICAS, BATCH, OFF = "replicas", "batch", "off"
 """The values of `--grow`."""
 SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 """The values of `--scale-lr`: the power of the growth of a step that scales the learning rate."""
@@ -322,9 +322,10 @@ class LearningOptions:
     )
     grow: str = _learns(
         REPLICAS,
-        Choice((REPLICAS, BATCH)),
+        Choice((REPLICAS, BATCH, OFF)),
         "What grows where a shorter pipeline of --elastic frees processes: replicas, which share "
-        "out the samples of a step, or batch: each replica has as many samples as a first one.",
+        "out the samples of a step; batch, where each replica has as many samples as a first one; "
+        "or off: the processes stay idle.",
     )
     scale_lr: str = _learns(
         "none",

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from ..config.batch_layout import stage_replicas
 from ..config.settings import RunConfig, SettingsError
@@ -39,6 +39,8 @@ from .cpu_affinity import (
 from .interfaces import VARIABLES, address_of, choose_interface, name_interface
 from .ranks import ALONE, Grid, RankInfo
 from .rendezvous import found_hosts, joining_error, open_store, wait_for_all
+
+_PATIENCE = datetime.timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,7 @@ def join(info: RankInfo, config: RunConfig, plan: Plan, code: Mapping[str, str])
         raise untrusted(config.folder)
     machine = find_machine(config, plan, resources, info.rank)
     # Metrics may wait for as long as a step takes; the pipeline's own timeouts end a hang.
-    patient = datetime.timedelta(days=1)
-    metrics = dist.new_group(timeout=patient, backend="gloo")
+    metrics = dist.new_group(timeout=_PATIENCE, backend="gloo")
     machine.pin()
     machine = replace(machine, launcher=info.launcher, interface=os.environ.get(VARIABLES[0], ""))
     world = World(
@@ -305,6 +306,13 @@ def regrouped(world: World, plan: Plan, replicas: int, timeout_s: float) -> Worl
             dist.destroy_process_group(group)
     alike = replace(world, replicas=replicas, replica_group=None, data_parallel_group=None)
     return _in_groups(alike, plan, datetime.timedelta(seconds=timeout_s))
+
+
+def be_patient(world: World) -> None:
+    """Lets this rank, which has no work, wait in collectives of all ranks for as long as these
+    train and evaluate."""
+    if world.control is not None:
+        _set_pg_timeout(_PATIENCE, world.control)
 
 
 def gather_alike(content: bytes, ranks: int, group: dist.ProcessGroup | None = None) -> list[bytes]:

@@ -228,8 +228,9 @@ def without(program: Program, micro_batches: Collection[int]) -> Program:
 
 
 def program_of(schedule: Schedule, rank: int, options: RunOptions) -> Program:
-    """The actions of a rank, without those that the options leave out. Raises ScheduleError."""
-    program = schedule.ranks[rank]
+    """The actions of a rank, without those that the options leave out; none for a rank that the
+    schedule does not have. Raises ScheduleError."""
+    program = schedule.ranks[rank] if rank < len(schedule.ranks) else ()
     if not options.get("training", True):
         return forward_only(program)
     if options.get("step", True):

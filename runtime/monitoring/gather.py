@@ -30,6 +30,9 @@ from torch import Tensor, nn
 from ..distributed.process_groups import World
 from ..errors import TransportError
 from ..executor.instrumented import COMPUTING, PURPOSES, Kind, Spent
+from ..executor.weight_binding import Gap
+from ..schedule.asynchronous import Delays
+from ..staleness.weight_versions import LedgerEntry
 
 _UNDER_WAY = 64
 
@@ -131,6 +134,20 @@ def figures_of(spent: Spent, sent: Mapping[str, int], stages: int, **known: floa
         sent=tuple(float(sent.get(purpose, 0)) for purpose in PURPOSES),
         stage_s=tuple(spent.get((kind, j), 0.0) for kind in COMPUTING for j in range(stages)),
     )
+
+
+def lateness(
+    passages: Sequence[LedgerEntry], gaps: Sequence[Gap], expected: Delays
+) -> dict[str, float]:
+    """The metrics of a step about late gradients, by their names in RankFigures."""
+    return {
+        "passages": len(passages),
+        "delays": sum(entry.delay for entry in passages),
+        "worst_delay": max((entry.delay for entry in passages), default=0),
+        "unexpected": sum(not expected.has(*astuple(entry)) for entry in passages),
+        "gap_squared": sum(float(gap.difference) for gap in gaps),
+        "weights_squared": sum(float(gap.live) for gap in gaps),
+    }
 
 
 class Gather:

@@ -298,15 +298,22 @@ def _shares(parts: Sequence[Mapping[str, float]], wall_ms: float) -> IdleSplit:
     return IdleSplit(*(sum(p[name] for p in parts) / (wall_ms or 1.0) for name in names))
 
 
+_WITHOUT_WORK = IdleSplit(
+    **{part.name: float(part.name == "imbalance") for part in fields(IdleSplit)}
+)
+
+
 def split_of_run(
     plan: Plan, config: RunConfig, schedule: Schedule, times: Sequence[RankTime]
 ) -> tuple[IdleSplit, tuple[IdleSplit, ...]]:
     """The parts of the idle share in a typical step, over all ranks and for each.
 
-    Replicas are split separately: waiting for the gradients of other replicas is exchange.
+    Replicas are split separately: waiting for the gradients of other replicas is exchange. A rank
+    that the schedule does not have is idle for lack of work.
     """
     played, ranks = _enough_steps(plan, config, schedule), len(schedule.ranks)
-    replicas = [times[first : first + ranks] for first in range(0, len(times), ranks)]
+    in_all = len(times) // config.pipelines
+    replicas = [times[first : first + ranks] for first in range(0, len(times), in_all)]
     splits = [
         split_idle(
             own,
@@ -318,8 +325,13 @@ def split_of_run(
         for own in replicas
     ]
     walls_ms = [sum(time.wall_ms for time in own) for own in replicas]
-    whole = mean_split([split for split, _ in splits], walls_ms)
-    return whole, tuple(split for _, by_rank in splits for split in by_rank)
+    without = [_WITHOUT_WORK] * (in_all - ranks)
+    busiest_ms = max((time.wall_ms for time in times), default=0.0)
+    more = len(without) * len(replicas)
+    whole = mean_split(
+        [split for split, _ in splits] + [_WITHOUT_WORK] * more, walls_ms + [busiest_ms] * more
+    )
+    return whole, tuple(split for _, by_rank in splits for split in (*by_rank, *without))
 
 
 def simulated_step(

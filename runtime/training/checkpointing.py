@@ -53,7 +53,7 @@ class Progress:
 class Checkpoints:
     """The checkpoints of one rank's run; all ranks call the same methods.
 
-    first_step: the step of a checkpoint that exists already; -1 for a new run.
+    saved: the step of the last checkpoint that exists; -1 for a new run.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Checkpoints:
         *,
         unused: Mapping[str, Tensor],
         length: int,
-        first_step: int,
+        saved: int,
     ) -> None:
         self._config, self._saver = config, saver
         self._activities, self._unused, self._length = activities, unused, length
-        self._saved = first_step
+        self.saved = saved
 
     def is_due(self, step: int, steps: int) -> bool:
         """True if a checkpoint is due after a step of a run of so many: every `--save-every` steps,
@@ -79,9 +79,9 @@ class Checkpoints:
     def save(self, rank: Rank, progress: Progress) -> None:
         """Copies the state after a step and starts writing it. Raises CheckpointError when the
         previous checkpoint could not be written."""
-        if progress.step == self._saved:
+        if progress.step == self.saved:
             return
-        self._saved = progress.step
+        self.saved = progress.step
         self._saver.finish()
         with self._activities.during(Activity("writing", "copies its state for a checkpoint")):
             part = CheckpointPart(weights_of(rank, self._unused), state_of(rank))

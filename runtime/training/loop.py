@@ -44,10 +44,12 @@ class Earlier:
 
     first: the record of the first step, on rank 0.
     block_norms: the norms of each block's gradients up to the last event of freezing.
+    saved: the step of the last checkpoint on disk.
     """
 
     first: StepRecord | None = None
     block_norms: tuple[float, ...] = ()
+    saved: int = -1
 
 
 class Run:
@@ -102,13 +104,13 @@ class Run:
         stages.events = events_of(config, self._trainer.batch, self._trainer.agreement.length)
         self._show_frozen()
         check_tokens(setup, self._modules)
-        self._checkpoints = self._resume()
+        self._checkpoints = self._resume(earlier.saved)
 
     @property
     def earlier(self) -> Earlier:
         """What the next phase shows of this one and those before it."""
         first = next(iter(self._watch.records), None) if self._watch is not None else None
-        return Earlier(first, self._trainer.stages.block_norms)
+        return Earlier(first, self._trainer.stages.block_norms, self._checkpoints.saved)
 
     def _make_watch(self, first: StepRecord | None) -> Watch | None:
         """On rank 0, turns the metrics of all ranks into records."""
@@ -313,7 +315,7 @@ class Run:
         with self._activities.during(Activity("other", "compares the replicas' weights")):
             self._equality.check(step, stage)
 
-    def _resume(self) -> Checkpoints:
+    def _resume(self, saved: int) -> Checkpoints:
         """Restores the checkpoint if there is one; returns the writer of later checkpoints."""
         setup, config, checkpoint = self._setup, self._config, self._setup.checkpoint
         if checkpoint is not None:
@@ -322,6 +324,7 @@ class Run:
             if (state := checkpoint.facts.trainer.get("patience")) is not None:
                 self._patience = Patience.of(state)
             if checkpoint.held is None:
+                saved = checkpoint.facts.step
                 self._note_resumption(checkpoint)
         saver = Saver(
             setup.job.folder,
@@ -339,7 +342,7 @@ class Run:
             self._activities,
             unused=self._unused,
             length=self._trainer.agreement.length,
-            first_step=checkpoint.facts.step if checkpoint else -1,
+            saved=saved,
         )
 
     def _note_resumption(self, checkpoint: FoundCheckpoint) -> None:

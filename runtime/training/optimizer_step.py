@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter, process_time
 from typing import Any
@@ -19,7 +19,7 @@ from ..distributed.equality import held_parameters
 from ..distributed.process_groups import World
 from ..executor.instrumented import ActionObserver, Activities, Activity, Kind, Spent
 from ..executor.weight_binding import Gap
-from ..monitoring.gather import RankFigures, base_bytes, figures_of, peak_memory_bytes
+from ..monitoring.gather import RankFigures, base_bytes, figures_of, lateness, peak_memory_bytes
 from ..optimizers.loss_scale import LossScale
 from ..optimizers.param_groups import hidden_matrices
 from ..optimizers.soap import refresh_periods
@@ -44,6 +44,7 @@ from .replica_gradients import Summed, gradient_sums
 from .stage_optimizer import StageOptimizer, StageSteps
 
 _WRITING: tuple[Kind, int] = ("writing", -1)
+_MEETING: tuple[Kind, int] = ("meet", -1)
 
 
 class OptimizerStepper(ActionObserver):
@@ -217,8 +218,7 @@ class OptimizerStepper(ActionObserver):
     lr_factor = 1.0
     _first_step, _numbers = 1, Numbering()
     """The first step of the segment, and the numbers of its micro-batches."""
-    _between: Spent = {}
-    """The time between the last step and the segment."""
+    _between: Spent = {}  # the time between the last step and the segment
 
     def _set_batch(self, batch: StepBatch, step: int) -> None:
         world, samples = self._world, sum(batch.sizes_at(step))
@@ -278,6 +278,13 @@ class OptimizerStepper(ActionObserver):
             waits = f"waits for the gradients of stage {stage} from {self._sums.peers}"
             with self.activities.during(Activity("exchange", waits)):
                 self._sums.finish(stage, version)
+
+    def be_idle(self, version: int) -> None:
+        """Takes part in a step without a stage: in what all ranks agree on, and its metrics."""
+        if self._is_agreed:
+            self._completed(-1, version)
+            self._agreed_factor(version)
+        self._finish_step(version)
 
     def on_step(self, stage: int, version: int) -> None:
         if self.is_synchronous:
@@ -407,14 +414,15 @@ class OptimizerStepper(ActionObserver):
     def _finish_step(self, version: int) -> None:
         spent, sent = self.activities.take(), self.activities.take_sent()
         spent[_WRITING] = spent.get(_WRITING, 0.0) + self._between.pop(_WRITING, 0.0)
+        if not self._optimizers:
+            spent = {_MEETING: sum(spent.values())}
         summed = self._sums.take_counts(version) if self._sums is not None else Summed()
         losses = self._losses.pop(version, None)
         if losses:
             self._finite.check_loss(version, mean_loss(losses))
         met = self._passages.pop(version, [])
-        gaps = self._gaps.pop(version, [])
         own_squares = self._squares_of.pop(version, {})
-        is_known = bool(own_squares) and not self._is_skipped
+        is_known = bool(own_squares or not self._optimizers) and not self._is_skipped
         if is_known and not self._config.clip:
             self._finite.note_norm(version, math.sqrt(sum(map(float, own_squares.values()))))
         # Replicas have the same gradients; the first one reports their squares.
@@ -432,12 +440,7 @@ class OptimizerStepper(ActionObserver):
                 base_bytes=self._base_bytes,
                 loss_scale=self.loss_scale,
                 skipped=self._scale.skipped if self._scale else 0,
-                passages=len(met),
-                delays=sum(entry.delay for entry in met),
-                worst_delay=max((entry.delay for entry in met), default=0),
-                unexpected=sum(not self._delays.has(*astuple(entry)) for entry in met),
-                gap_squared=sum(float(gap.difference) for gap in gaps),
-                weights_squared=sum(float(gap.live) for gap in gaps),
+                **lateness(met, self._gaps.pop(version, []), self._delays),
                 summed=summed.elements if self._world.copy == 0 else 0,
             )
             self._report(figures)

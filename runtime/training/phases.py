@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.contents import FoundCheckpoint
-from ..config.learning_options import BATCH
+from ..config.learning_options import BATCH, OFF, REPLICAS
 from ..config.settings import RunConfig, SettingsError
 from ..distributed.failure import RankFolder
-from ..distributed.process_groups import SharedStore, World, regrouped
+from ..distributed.process_groups import SharedStore, World, be_patient, regrouped
 from ..errors import PlanError
 from ..executor.instrumented import Activities, Activity
 from ..formatting import counted
@@ -119,7 +119,7 @@ def check_elastic(job: Job) -> None:
     elastic, ranks = read_elastic(Path(config.folder)), config.pipelines * len(job.plan.stages)
     total = config.micro_batches * config.pipelines
     for phase in elastic.phases:
-        is_shared = config.grow == BATCH or total % (ranks // phase.stages) == 0
+        is_shared = config.grow != REPLICAS or total % (ranks // phase.stages) == 0
         if ranks % phase.stages or not is_shared:
             raise SettingsError(
                 f"--elastic trains {pipelines(phase.stages, ranks)} from {phase.depth} frozen "
@@ -161,7 +161,7 @@ def in_phase(job: Job, world: World, checkpoint: FoundCheckpoint | None) -> tupl
     phase = elastic.at(frozen_blocks(checkpoint))
     codes = _code_of(elastic, started, world) if job.started is None else job.code_of_phases
     folder = Path(started.folder) / phase.folder
-    replicas = world.ranks // phase.stages
+    replicas = started.pipelines if started.grow == OFF else world.ranks // phase.stages
     config = replace(
         started,
         folder=str(folder),
@@ -186,7 +186,10 @@ def in_phase(job: Job, world: World, checkpoint: FoundCheckpoint | None) -> tupl
     own = replace(
         job, config=config, planned=planned, code=code, started=started, code_of_phases=codes
     )
-    return own, regrouped(world, own.plan, replicas, config.patience_s)
+    world = regrouped(world, own.plan, replicas, config.patience_s)
+    if world.pipeline_rank >= phase.stages:
+        be_patient(world)
+    return own, world
 
 
 def _batch_of_phase(started: RunConfig, replicas: int) -> dict[str, Any]:
@@ -194,6 +197,8 @@ def _batch_of_phase(started: RunConfig, replicas: int) -> dict[str, Any]:
     out, or each has as many as a first replica. Then the last step has the samples that remain."""
     if started.grow == BATCH:
         return {"remainder": started.remainder or "proportional"}
+    if started.grow == OFF:
+        return {}
     return {"micro_batches": started.micro_batches * started.pipelines // replicas}
 
 
@@ -233,9 +238,11 @@ def next_phase(setup: Setup, handed_over: FoundCheckpoint) -> Setup:
 def describe_phase(setup: Setup) -> str:
     """A phase that follows another one, as a phrase."""
     assert setup.checkpoint is not None
-    depth, stages = frozen_blocks(setup.checkpoint), len(setup.job.plan.stages)
+    depth, world = frozen_blocks(setup.checkpoint), setup.world
+    used = len(setup.job.plan.stages) * world.replicas
     grown = f", {setup.batch.samples} samples per step" if setup.job.unit else ""
+    idle = f", {world.ranks - used} of {counted(world.ranks, 'process', 'processes')} idle"
     return (
-        f"{counted(depth, 'block')} frozen: {pipelines(stages, setup.world.ranks)}{grown}, "
-        f"after step {setup.start}"
+        f"{counted(depth, 'block')} frozen: {pipelines(used // world.replicas, used)}{grown}"
+        f"{idle if used < world.ranks else ''}, after step {setup.start}"
     )

@@ -213,6 +213,8 @@ class TrainedStages:
             "loss_scale": self.stepper.loss_scale,
         }
         yield from self.executor.paused(schedule, feed, **options)
+        for step in segment.steps if not self.modules else ():
+            self.stepper.be_idle(step + 1)
 
 
 def _exchanged(plan: Plan, config: RunConfig) -> Plan:

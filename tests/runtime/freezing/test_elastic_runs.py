@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from asyncpipe.partitioner.planning.options import PartitionOptions
+from asyncpipe.runtime.checkpoint.folders import checkpoints_in
 from asyncpipe.runtime.errors import AsyncPipeError, PlanError
 from asyncpipe.runtime.freezing.elastic import FILE, read_elastic
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.plan.trust import TrustError
+from asyncpipe.runtime.training.checkpointing import Stopped
 from asyncpipe.tests.runtime.freezing.test_freezing_runs import (
     DEPTHS,
     assert_equal,
@@ -52,9 +54,18 @@ def test_the_phases_are_what_is_left_to_train(blocks: Path) -> None:
     assert steps == sorted(steps, reverse=True)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_an_elastic_run_is_the_plain_loop(blocks: Path, tmp_path: Path, schedule: str) -> None:
-    given = {"schedule": schedule, "elastic": True, "clip": 0.5}
+@pytest.mark.parametrize(
+    ("schedule", "grow", "last"),
+    [
+        ("1f1b", "replicas", "1 stage x 2 replicas"),
+        ("gpipe", "replicas", "1 stage x 2 replicas"),
+        ("1f1b", "off", "1 stage x 1 replica, 1 of 2 processes idle"),
+    ],
+)
+def test_an_elastic_run_is_the_plain_loop(
+    blocks: Path, tmp_path: Path, schedule: str, grow: str, last: str
+) -> None:
+    given = {"schedule": schedule, "elastic": True, "grow": grow, "clip": 0.5}
     lines = train(blocks, tmp_path / "run", **given)
     plain = loop(blocks, (0, 0), 4, schedule=schedule, clip=0.5)
     assert_equal(lines, tmp_path / "run", plain)
@@ -62,7 +73,10 @@ def test_an_elastic_run_is_the_plain_loop(blocks: Path, tmp_path: Path, schedule
     assert depths == [0, 0, 1, 1, 3, 3, 4, 4, 4]
     notes = [line["text"] for line in lines if line.get("about") == "phase"]
     assert len(notes) == 3
-    assert notes[-1] == "4 blocks frozen: 1 stage x 2 replicas, after step 6"
+    assert notes[-1] == f"4 blocks frozen: {last}, after step 6"
+    if grow == "off":
+        idle = [line["idle"][1] for line in lines if line["event"] == "step"]
+        assert all(share < 1 for share in idle[:4]) and idle[4:] == [1.0] * 5
 
 
 @pytest.mark.parametrize(
@@ -125,6 +139,32 @@ def test_an_elastic_run_is_resumed_in_the_right_phase(
             )
         )
         assert made == expected
+
+
+STOPPING = """
+import os, signal, time
+from torch.nn.functional import cross_entropy
+
+calls = []
+
+def criterion(output, target):
+    calls.append(0)
+    if len(calls) == 13:  # in step 4, and the ranks agree before it ends
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+    return cross_entropy(output, target)
+"""
+
+
+def test_a_run_that_is_stopped_at_a_transition_leaves_a_checkpoint_of_it(
+    blocks: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "stopping.py").write_text(STOPPING)
+    given = {"schedule": "1f1b", "elastic": True, "criterion": f"{tmp_path}/stopping.py:criterion"}
+    with pytest.raises(Stopped):
+        run(settings(blocks, tmp_path / "run", trust=True, **given), FACTORY)
+    (checkpoint,) = checkpoints_in(tmp_path / "run")
+    assert checkpoint.name == "step-000004"
 
 
 def test_the_edited_code_of_a_phase_runs_only_when_it_is_trusted(
