@@ -8,6 +8,8 @@ Names are those of the original model's parameters, so that ranks with other sta
     live.<weight>                             the weights in use, where these differ from `weights`
     shared.<weight>.<step>                    gradients of a tied weight that are applied later,
                                               summed over replicas
+    probe.<input>                             the micro-batch of a loop of the user's own for which
+                                              `--freeze plasticity` compares the outputs of blocks
     buffer.<copy>.<name>                      buffers that are in no state_dict; of a replica all
     random.<rank>.<generator>                 random number generators
 
@@ -27,7 +29,7 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from ..training.stage_optimizer import StageSteps
     from .hand_over import HandOver
 
+PROBE = "probe"
 _PYTHON_VERSION = 3
 """The version of the state that `random.getstate` returns."""
 
@@ -87,7 +90,8 @@ Kept = TypeVar("Kept")
 
 @dataclass(frozen=True)
 class Rank:
-    """The parts of a rank whose state is written; `modules` are those of the executor."""
+    """The parts of a rank whose state is written; `modules` are those of the executor, and `probe`
+    has the tensors of that name, the same on all ranks."""
 
     plan: Plan
     world: World
@@ -95,6 +99,7 @@ class Rank:
     executor: Executor
     optimizers: Mapping[int, StageSteps]
     is_async: bool
+    probe: Tensors = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -152,6 +157,8 @@ def state_of(rank: Rank) -> dict[str, Tensor]:
     }
     if rank.world.copy == 0:
         tensors |= dict(_kept_of_weights(rank)) | pending
+    if rank.world.rank == 0:
+        tensors |= {f"{PROBE}.{name}": value for name, value in rank.probe.items()}
     return {name: _copied(tensor) for name, tensor in tensors.items()}
 
 
@@ -194,6 +201,8 @@ class Wanted:
             case "buffer":
                 copy, _, name = rest.partition(".")
                 return copy in self._copies and name in self._buffers
+            case "probe":
+                return True
         return key.startswith(self._random)
 
 

@@ -8,9 +8,9 @@ from ..data.streams import UNKNOWN_LENGTH
 from ..data.task import GIVEN
 from ..freezing.blocks import blocks_of
 from ..freezing.events import EPOCH, Events
-from ..freezing.rules import TABLE, in_full, parse_rule
+from ..freezing.rules import PLASTICITY, TABLE, in_full, parse_rule
 from ..limits import typed
-from ..plan.plan import Plan
+from ..plan.plan import Plan, verify_evaluates
 from ..staleness import METHODS, parse
 from ..staleness.protocol import Staleness
 from .batch_layout import StepBatch
@@ -34,6 +34,8 @@ def resolve_freezing(
     freeze = in_full(settings.freeze)
     _check_depths(freeze, settings.freeze_most, plan)
     _check_evaluated_weights(settings, staleness)
+    if parse_rule(freeze).kind == PLASTICITY:
+        _check_probe(settings, plan, data)
     every = settings.freeze_every or EPOCH
     if every == EPOCH and data == GIVEN:
         raise SettingsError(
@@ -68,6 +70,17 @@ def _check_depths(freeze: str, most: int | None, plan: Plan) -> None:
         )
     if most is not None and most > blocks.most:
         raise SettingsError(f"--freeze-most {most}, but {has}.", f"--freeze-most {blocks.most}")
+
+
+def _check_probe(settings: Settings, plan: Plan, data: str) -> None:
+    """Raises SettingsError and PlanError where no outputs of blocks can be compared."""
+    verify_evaluates(plan)
+    if data != GIVEN and settings.micro_batch_size == 1:
+        raise SettingsError(
+            f"--freeze {settings.freeze} compares the samples of a micro-batch, but "
+            "--micro-batch-size is 1.",
+            "--micro-batch-size 2 or more, or --freeze gradnorm:1/3",
+        )
 
 
 def _check_evaluated_weights(settings: Settings, staleness: str | None) -> None:

@@ -7,12 +7,15 @@ they have the same depth.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 
 from torch import nn
 
 from ..plan.plan import Plan
+from .block_outputs import observed, places_of
 from .blocks import FreezeError, blocks_of
-from .rules import GRADNORM, Progress, Rule
+from .plasticity import Similarities
+from .rules import GRADNORM, PLASTICITY, Progress, Rule
 from .stages import Builds, check_modes, freeze_stage, plan_at
 
 
@@ -44,6 +47,8 @@ class Freezing:
         self._rule, self._plan, self._builds, self._modules = rule, plan, builds, modules
         self._most = self.blocks.most if most is None else min(most, self.blocks.most)
         check_modes(modules, self.blocks, self._most)
+        own = self.observed_blocks
+        self._places = places_of(plan, self.blocks, own, builds) if own else {}
 
     @property
     def reads_gradients(self) -> bool:
@@ -56,6 +61,30 @@ class Freezing:
         for block in range(self.progress.depth, len(self.blocks)):
             if parameters := [own[name] for name in self.blocks.parameters[block] if name in own]:
                 yield block, parameters
+
+    @property
+    def observed_blocks(self) -> range:
+        """The blocks whose outputs the rule depends on."""
+        is_read = self._rule.kind == PLASTICITY
+        return range(self.progress.depth, self._most if is_read else 0)
+
+    def observed(self, seed: int) -> AbstractContextManager[dict[int, Similarities]]:
+        """Inside, forwards of the stages add the similarities of observed blocks by number; `seed`
+        is that of the run."""
+        return observed(self._modules, self.blocks, self._places, self.observed_blocks, seed)
+
+    def see(self, of_blocks: Mapping[int, Similarities]) -> None:
+        """Takes note of the similarities of all observed blocks at an event. Raises FreezeError for
+        a block whose outputs are all 0: it did not run."""
+        for block in self.observed_blocks:
+            if not any(of_blocks[block]):
+                raise FreezeError(
+                    f"--freeze plasticity: {self.blocks.paths[block]} did not run for the samples "
+                    "that are compared.",
+                    "--freeze gradnorm:1/3, or schedule:1/3",
+                )
+        now = [of_blocks.get(block, ()) for block in range(self._most)]
+        self.progress = self.progress.seeing(now, self._rule)
 
     def after(self, event: int) -> bool:
         """Takes note of an event; returns True if more blocks are frozen after it."""

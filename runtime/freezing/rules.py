@@ -5,6 +5,9 @@
                        He et al., ICML 2021)
     gradnorm:ALPHA     that share at most, and at most up to the block whose gradients were the
                        smallest since the last event, with it (the paper's equation 1)
+    plasticity:TOLERANCE
+                       the blocks from the first one on whose outputs have hardly changed at two
+                       events in a row (Egeria, Wang et al., EuroSys 2023; see `plasticity.py`)
     3=4,6=8            a table: from event 3 on 4 blocks, from event 6 on 8; also as a TOML file
 
 Frozen blocks stay frozen: no rule gives fewer than before.
@@ -13,7 +16,7 @@ Frozen blocks stay frozen: no rule gives fewer than before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from operator import add
 from pathlib import Path
@@ -21,15 +24,20 @@ from typing import Any
 
 from ..serialization import Origin, parse_toml, read_text
 from .blocks import FreezeError
+from .plasticity import Evidence, Similarities, in_a_row
 
 TABLE = "table"
-SCHEDULE, GRADNORM = "schedule", "gradnorm"
+SCHEDULE, GRADNORM, PLASTICITY = "schedule", "gradnorm", "plasticity"
+_TOLERANCE = Fraction(1, 5)
+_NUMBER = "[0-9.]{1,20}(/[0-9]{1,9})?"
 FORM = (
-    r"(schedule|gradnorm):[0-9.]{1,20}(/[0-9]{1,9})?"
+    rf"(schedule|gradnorm):{_NUMBER}|plasticity(:{_NUMBER})?"
     r"|[0-9]{1,9}=[0-9]{1,6}(,[0-9]{1,9}=[0-9]{1,6})*|.+\.toml"
 )
 """The legal texts of a rule."""
-WORDS = "schedule:ALPHA, gradnorm:ALPHA, a table such as 3=4,6=8, or a .toml file"
+WORDS = (
+    "schedule:ALPHA, gradnorm:ALPHA, plasticity:TOLERANCE, a table such as 3=4,6=8, or a .toml file"
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Rule:
     """When blocks freeze.
 
     kind: the name of the rule
-    share: the share of the blocks that still train, ALPHA
+    share: the share of the blocks that still train, ALPHA; of plasticity the tolerance
     table: (event, depth) in ascending order
     """
 
@@ -46,12 +54,19 @@ class Rule:
     table: tuple[tuple[int, int], ...] = ()
 
     def depth(
-        self, event: int, blocks: int, *, before: int = 0, squares: Sequence[float] = ()
+        self,
+        event: int,
+        blocks: int,
+        *,
+        before: int = 0,
+        squares: Sequence[float] = (),
+        calm: Sequence[int] = (),
     ) -> int:
         """The number of frozen blocks after an event, counted from 1, of a model with `blocks`.
 
         before: the number of blocks that are frozen already.
         squares: the squared norms of each block's gradients since the last event.
+        calm: the events in a row at which each block's outputs have hardly changed.
 
         >>> [parse_rule("schedule:1/3").depth(event, 12) for event in range(8)]
         [0, 4, 7, 9, 10, 11, 11, 12]
@@ -62,6 +77,8 @@ class Rule:
             return max((depth for at, depth in self.table if at <= event), default=0)
         if self.kind == SCHEDULE:
             return share_frozen(self.share, event, blocks)
+        if self.kind == PLASTICITY:
+            return before + in_a_row(calm[before:])
         smallest = min(range(before, blocks), key=lambda block: squares[block], default=before - 1)
         return min(before + share_frozen(self.share, 1, blocks - before), smallest + 1)
 
@@ -88,21 +105,29 @@ class Progress:
     depth: the number of frozen blocks
     squares: the squared norms of each block's gradients since the last event; empty unless the rule
         reads them
+    evidence: how much the outputs of blocks have changed; empty unless the rule reads them
     """
 
     event: int = 0
     depth: int = 0
     squares: tuple[float, ...] = ()
+    evidence: Evidence = field(default_factory=Evidence)
 
     def after(self, rule: Rule, event: int, blocks: int, most: int) -> Progress:
         """The progress after an event; at most `most` of the blocks freeze."""
-        depth = rule.depth(event, blocks, before=self.depth, squares=self.squares)
-        return Progress(event, max(self.depth, min(most, depth)))
+        depth = rule.depth(
+            event, blocks, before=self.depth, squares=self.squares, calm=self.evidence.calm
+        )
+        return Progress(event, max(self.depth, min(most, depth)), evidence=self.evidence)
 
     def plus(self, squares: Sequence[float]) -> Progress:
         """The progress with more squares of gradients."""
         before = self.squares or (0.0,) * len(squares)
         return replace(self, squares=tuple(map(add, before, squares)))
+
+    def seeing(self, similarities: Sequence[Similarities], rule: Rule) -> Progress:
+        """The progress with the similarities of an event."""
+        return replace(self, evidence=self.evidence.after(similarities, rule.share))
 
     def to_json(self) -> dict[str, Any]:
         """Its part of a checkpoint."""
@@ -113,12 +138,15 @@ class Progress:
         """The progress that `to_json` wrote; that of a new run if there is none."""
         if not state:
             return cls()
-        return cls(state["event"], state["depth"], tuple(state.get("squares", ())))
+        squares, evidence = tuple(state.get("squares", ())), Evidence.of(state.get("evidence"))
+        return cls(state["event"], state["depth"], squares, evidence)
 
 
 def parse_rule(text: str) -> Rule:
     """The rule that a text of `FORM` stands for. Raises FreezeError."""
     kind, colon, value = text.partition(":")
+    if kind == PLASTICITY:
+        return Rule(kind, share=_share(text, value) if colon else _TOLERANCE)
     if colon and kind in (SCHEDULE, GRADNORM):
         return Rule(kind, share=_share(text, value))
     entries = [tuple(map(int, entry.split("="))) for entry in text.split(",")]
@@ -162,8 +190,6 @@ def _share(text: str, value: str) -> Fraction:
         raise FreezeError(f"--freeze {text}: {value} is not a number.", "schedule:1/3") from error
     if not 0 < share < 1:
         raise FreezeError(
-            f"--freeze {text} freezes {value} of the blocks that train at each event, which is "
-            "not between 0 and 1.",
-            "schedule:1/3",
+            f"--freeze {text} has the share {value}, which is not between 0 and 1.", "schedule:1/3"
         )
     return share

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -61,18 +62,25 @@ def _trained_tensors(plan: Plan, frozen: frozenset[str], builds: Builds) -> set[
             given = {
                 name: values[name].detach().requires_grad_(name in trained) for name in spec.inputs
             }
-            try:
-                made = run_stage(spec, module, given)
-            except Exception as error:
-                raise PlanError(
-                    f"stage {spec.index} cannot run on fake tensors, so it is not known which "
-                    f"gradients it needs at {len(frozen)} frozen parameters: "
-                    f"{type(error).__name__}: {error}",
-                    "Leave --freeze out.",
-                ) from error
+            unknown = f"the gradients that it needs at {len(frozen)} frozen parameters"
+            made = fake_forward(spec, module, given, unknown)
             values.update(made)
             trained |= {name for name, value in made.items() if value.requires_grad}
     return trained
+
+
+def fake_forward(
+    spec: StageSpec, module: nn.Module, given: Mapping[str, Any], unknown: str
+) -> dict[str, Any]:
+    """The values that a stage makes on fake tensors. Raises PlanError if it cannot."""
+    try:
+        return run_stage(spec, module, given)
+    except Exception as error:
+        raise PlanError(
+            f"stage {spec.index} cannot run on fake tensors, so {unknown} are unknown: "
+            f"{type(error).__name__}: {error}",
+            "Leave --freeze out.",
+        ) from error
 
 
 def freeze_parameters(module: nn.Module, frozen: frozenset[str]) -> None:
@@ -127,7 +135,7 @@ def check_modes(modules: Mapping[int, nn.Module], blocks: Blocks, most: int) -> 
         groups = [*zip(blocks.paths, blocks.parameters, blocks.before, strict=True)]
         own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         here = [path for path, names, before in groups if own & {*names, *before}]
-        written_out = [path for path in here if not _is_called(module, path)]
+        written_out = [path for path in here if not is_called(module, path)]
         rest = own & {*blocks.head, *_names_after(blocks, most)}
         if written_out and (len(here) > 1 or rest):
             raise FreezeError(
@@ -143,7 +151,7 @@ def _names_after(blocks: Blocks, depth: int) -> set[str]:
     return {name for group in groups for name in group}
 
 
-def _is_called(module: nn.Module, path: str) -> bool:
+def is_called(module: nn.Module, path: str) -> bool:
     """True if a block is a module with code of its own."""
     try:
         block = module.get_submodule(path)

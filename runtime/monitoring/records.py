@@ -102,6 +102,8 @@ class StepRecord:
     frozen: the number of blocks that do not train, and of all; None without --freeze.
     block_norms: the norms of each block's gradients between the last two events of freezing, if its
         rule reads them.
+    block_distances: the distances between each block's outputs at the last two events of freezing,
+        if its rule reads them; 0 for frozen blocks.
     """
 
     step: int
@@ -134,6 +136,7 @@ class StepRecord:
     action_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     frozen: tuple[int, int] | None = None
     block_norms: tuple[float, ...] = ()
+    block_distances: tuple[float, ...] = ()
 
     @property
     def idle_share(self) -> float:
@@ -157,7 +160,7 @@ class StepRecord:
             record = {name: record[name] for name in record if not name.startswith("exchange")}
         if frozen := record.pop("frozen"):
             record["frozen_blocks"], _ = frozen
-        for name in ("sent_bytes", "block_norms"):
+        for name in ("sent_bytes", "block_norms", "block_distances"):
             if not record[name]:
                 del record[name]
         if self.epoch_per_s is None:

@@ -312,6 +312,7 @@ _TITLES = {
     "accuracy": "Accuracy",
     "frozen_blocks": "Frozen blocks",
     "block_norms": "Gradients between events of freezing, block",
+    "block_distances": "Change of outputs between events of freezing, block",
 }
 
 

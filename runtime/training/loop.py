@@ -207,6 +207,7 @@ class Run:
         if self._watch is not None and stages.freezing is not None:
             self._watch.frozen = stages.frozen, len(stages.freezing.blocks)
             self._watch.block_norms = stages.block_norms
+            self._watch.block_distances = stages.freezing.progress.evidence.distances
 
     def _requested(self, step: int) -> Request:
         """What callbacks ask for after a step, the same on all ranks, with the learning rate

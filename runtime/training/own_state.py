@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.contents import Rank, Wanted, put, state_of
+from ..checkpoint.contents import PROBE, Rank, Wanted, put, state_of
 from ..checkpoint.folders import LOOP_FACTS, STATE, WEIGHTS, CheckpointError, unfinished
 from ..checkpoint.storage import read_tensors, write_tensors, write_weights
 from ..distributed.process_groups import World, gather_alike
@@ -127,7 +127,9 @@ def load_own(folder: Path, rank: Rank) -> dict[str, Any]:
             f"{folder} does not fit this pipeline: {type(error).__name__}: {error}",
             "Load it without an optimizer for the weights alone.",
         ) from error
-    return facts
+    kept = {key.partition("."): tensor for key, tensor in state.items()}
+    probe = {name: tensor for (kind, _, name), tensor in kept.items() if kind == PROBE}
+    return facts | {PROBE: probe}
 
 
 def loop_facts(rank: Rank, steps: int, micro_batches: int, extra: Any) -> dict[str, Any]:

@@ -22,8 +22,12 @@ from ..distributed.failure import RankFolder
 from ..distributed.process_groups import SharedStore, World, be_patient, regrouped
 from ..errors import PlanError
 from ..executor.instrumented import Activities, Activity
+from ..executor.loading import load_stage_class
 from ..formatting import counted
+from ..freezing.block_outputs import check_observable
+from ..freezing.blocks import blocks_of
 from ..freezing.elastic import FOLDER, SCHEDULES, Elastic, pipelines, read_elastic
+from ..freezing.rules import PLASTICITY, parse_rule
 from ..limits import typed
 from ..monitoring.diagnostics import memory_watched
 from ..monitoring.records import Reporter
@@ -71,6 +75,7 @@ def train(
                 for text in skipped:
                     reporter.on_warning(text)
             job, world = in_phase(job, world, checkpoint)
+            check_phases(job)
             setup = set_up(job, world, reporter, checkpoint, on_step, activities, board)
             with activities.during(Activity("other", "loads its stages")):
                 run = Run(setup, stopping)
@@ -129,6 +134,20 @@ def check_elastic(job: Job) -> None:
         folder = Path(config.folder) / phase.folder
         if not (config.trust or is_trusted(folder)):
             raise untrusted(folder)
+
+
+def check_phases(job: Job) -> None:
+    """Raises FreezeError if the rule compares outputs of a block that is no module in a phase."""
+    started = job.started
+    if started is None or parse_rule(str(started.freeze)).kind != PLASTICITY:
+        return
+    blocks = blocks_of(job.plan)
+    most = blocks.most if started.freeze_most is None else min(started.freeze_most, blocks.most)
+    for phase in read_elastic(Path(started.folder)).phases[1:]:
+        folder = Path(started.folder) / phase.folder
+        plan, code = read_plan(folder), job.code_of_phases[phase.folder]
+        builds = [load_stage_class(folder, stage, code) for stage in plan.stages]
+        check_observable(plan, blocks, range(phase.depth, most), builds)
 
 
 def _check_growth(config: RunConfig) -> None:

@@ -100,7 +100,6 @@ class Pipeline(TrainedStages):
         given = None if isinstance(loss, str) else loss
         setup = agree(job, world, Activities(), board, criterion=given)
         self._calls = Calls(world, board, job.config.patience_s)
-        self._forward_like = setup.schedule
         self._own = None if "optimizer" in options else OwnOptimizer()
         super().__init__(setup, self._made_step, own=self._own)
         self.events = events_of(self.config, StepBatch.of(self.config), UNKNOWN_LENGTH)
@@ -161,6 +160,7 @@ class Pipeline(TrainedStages):
     def _step(self, given: GivenBatch, *, outputs: bool) -> StepResult:
         world, start = self._world, self._steps
         self._last.verify()
+        self.set_probe(given.parts[0])
         self.freeze_due(self._steps)
         in_replica = len(given.parts) // world.replicas
         check_alike(given, start, world, self._calls, has_optimizer=self._has_optimizer)
@@ -242,6 +242,7 @@ class Pipeline(TrainedStages):
             return
         shape = self._split(head[0])
         check_alike(shape, start, world, self._calls, has_optimizer=self._has_optimizer)
+        self.set_probe(shape.parts[0])
         feed = GivenFeed(chain(head, batches), self._split, shape, self._micro_batches)
         batch = StepBatch(shape.samples, world.replicas, start)
         self._streams += 1

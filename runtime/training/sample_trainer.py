@@ -6,17 +6,19 @@ Runs and comparisons train with the same `StageTrainer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from torch import nn
 
-from ..config.batch_layout import EvaluationBatch, uses_symbol
+from ..config.batch_layout import EvaluationBatch, StepBatch, uses_symbol
 from ..config.segments import RunSegment, segments
 from ..config.settings import RunConfig
 from ..control.metrics import Metric
 from ..data.streams import StreamSamples
 from ..data.task import SampleOrder
 from ..data.text import check_vocabulary
+from ..errors import DataError
 from ..executor.instrumented import Activities, observed_feed
 from ..executor.run import needed_inputs
 from ..monitoring.gather import RankFigures
@@ -26,7 +28,7 @@ from .data_consistency import Agreement
 from .evaluation import Evaluator
 from .read_ahead import ReadAhead, Workers
 from .setup import Setup
-from .stages import TrainedStages
+from .stages import Probe, TrainedStages
 from .stream_feed import StreamFeed
 
 _AHEAD = 2
@@ -70,6 +72,8 @@ class StageTrainer:
             self._samples.start()  # a fork keeps what memory holds: stages are loaded afterwards
         self._feed = self._observed(self._samples, setup.activities)
         self.stages = TrainedStages(setup, report, after_step)
+        if self.stages.freezing is not None and self.stages.freezing.observed_blocks:
+            self.stages.probe = Probe(self._probe_feed(order), plan.sizes)
         self.agreement = Agreement(
             world,
             data,
@@ -126,6 +130,22 @@ class StageTrainer:
             place=setup.checkpoint.facts.trainer.get(_STREAM) if setup.checkpoint else None,
         )
         return ReadAhead(stream, self._training_numbers, workers)
+
+    def _probe_feed(self, order: SampleOrder | None) -> MicroBatches:
+        """The first micro-batch of the data in all replicas and after each resumption. Raises
+        DataError for a stream, which gives it once."""
+        setup, data = self._setup, self._setup.data
+        if data is None:
+            return feed_nothing
+        if order is None:
+            raise DataError(
+                f"--freeze {self._config.freeze} compares the outputs for the same samples at each "
+                f"event, but --data {data.source} is a stream, which gives them once.",
+                "--freeze gradnorm:1/3, or schedule:1/3",
+            )
+        batch = StepBatch((self._config.micro_batch_size,))
+        feed = Feed(data.train, order, batch, setup.fields, seed=data.seed, dims=data.dims)
+        return cache(feed)
 
     def _evaluation_feed(self, batch: EvaluationBatch) -> MicroBatches:
         """The evaluation micro-batches for this rank's stages."""

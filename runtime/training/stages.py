@@ -7,38 +7,57 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from ..checkpoint.contents import FoundCheckpoint, Rank
+from ..checkpoint.contents import PROBE, FoundCheckpoint, Rank
 from ..config.asynchronous_options import delays_of
 from ..config.batch_layout import StepBatch
 from ..config.mixed_precision import precision_of
 from ..config.segments import RunSegment, schedule_of
 from ..config.settings import RunConfig
+from ..data.task import TARGET, sizes_of
 from ..executor.compiled import compile_stage
 from ..executor.executor import Executor
 from ..executor.loading import load_stage, load_stage_class
+from ..executor.mailbox import Sizes
 from ..executor.observed_transport import ObservedTransport
 from ..executor.run import Feed, RunOptions
+from ..freezing.block_outputs import SAMPLES
+from ..freezing.blocks import FreezeError
 from ..freezing.events import Events
 from ..freezing.freezing import Freezing
+from ..freezing.plasticity import Similarities
 from ..freezing.rules import Progress, parse_rule
 from ..monitoring.gather import RankFigures
 from ..plan.plan import Plan
 from ..schedule.schedule import Schedule
 from ..tensor_files import dtype_of
 from .clipping import gradients_of, squared_norm
-from .evaluation import find_criterion
+from .evaluation import find_criterion, forward_schedule
 from .optimizer_step import OptimizerStepper
 from .own_optimizer import OwnOptimizer
-from .replica_gradients import share_buffers
+from .replica_gradients import first_buffers, share_buffers
 from .setup import Setup, make_transport
 
 FREEZING = "freezing"
 """The key of the progress of freezing in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The micro-batch for which the outputs of blocks are compared.
+
+    feed: returns the values that the stages of this rank read.
+    sizes: its sizes.
+    kept: the values of all inputs, where the data do not give them again.
+    """
+
+    feed: Feed
+    sizes: Sizes
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class TrainedStages:
@@ -52,6 +71,8 @@ class TrainedStages:
     events: the steps after which blocks may freeze; who trains with the stages sets them.
     block_norms: the norms of each block's gradients between the last two events, if the rule of
         freezing reads them.
+    probe: the micro-batch for which the outputs of blocks are compared, if the rule reads them; who
+        trains with the stages sets it.
 
     Arguments:
     report: called with the metrics of a step once all stages of the rank have made it.
@@ -72,6 +93,8 @@ class TrainedStages:
         self.executor = make_executor(setup, self.modules, self.config.methods)
         self.events: Events | None = None
         self.block_norms: tuple[float, ...] = ()
+        self.probe: Probe | None = None
+        self._forward_like = setup.schedule
         self._squares: dict[int, Tensor | float] = {}
         self.freezing = _freezing_of(setup, self.modules)
         if self.freezing is not None and self.freezing.progress.depth:
@@ -120,6 +143,8 @@ class TrainedStages:
         assert self.freezing is not None
         self._gather_squares()
         self.block_norms = tuple(map(math.sqrt, self.freezing.progress.squares))
+        if self.freezing.observed_blocks:
+            self.freezing.see(self._similarities())
         if has_more := self.freezing.after(event):
             share_buffers(self.modules, self._world)  # evaluation mode reads them
         return has_more
@@ -138,6 +163,9 @@ class TrainedStages:
             return
         self.freezing.restore(Progress.of(state[FREEZING]))
         self._narrow(step)
+        self.probe = None
+        if state[PROBE]:
+            self.set_probe(state[PROBE])
 
     def _narrow(self, step: int) -> None:
         assert self.freezing is not None
@@ -149,6 +177,40 @@ class TrainedStages:
         self.plan = plan
         self.executor.narrow(_exchanged(plan, self.config))
         self._schedules = {}
+
+    def set_probe(self, values: Mapping[str, Tensor]) -> None:
+        """Compares the outputs of blocks for a micro-batch of these values, if the rule reads them
+        and there is no other one. Raises FreezeError for a single sample."""
+        if self.probe is not None or self.freezing is None or not self.freezing.observed_blocks:
+            return
+        kept = {name: value.detach().clone() for name, value in values.items()}
+        sizes = sizes_of(self.plan, {name: kept[name] for name in kept if name != TARGET})
+        if sizes["batch"] < 2:
+            raise FreezeError(
+                "--freeze plasticity compares the samples of a micro-batch, but the first one has "
+                f"{sizes['batch']}.",
+                'Give larger batches, or freeze="gradnorm:1/3".',
+            )
+        self.probe = Probe(lambda number: kept, sizes, kept)
+
+    def _similarities(self) -> dict[int, Similarities]:
+        """Those of all observed blocks for the probe. Collective."""
+        freezing, probe = self.freezing, self.probe
+        assert freezing is not None and probe is not None
+        schedule = forward_schedule(self.plan, self._forward_like, 1)
+        with (
+            first_buffers(self.modules, self._world),
+            freezing.observed(self.config.seed) as found,
+        ):
+            self.executor.run(schedule, probe.feed, training=False, losses=False, sizes=probe.sizes)
+        own = found if self._world.copy == 0 else {}
+        length, blocks = min(SAMPLES, probe.sizes["batch"]) ** 2, freezing.observed_blocks
+        nothing = (0.0,) * length
+        flat = self._world.sums([x for block in blocks for x in own.get(block, nothing)])
+        return {
+            block: tuple(flat[place * length : (place + 1) * length])
+            for place, block in enumerate(blocks)
+        }
 
     def _add_squares(self, stage: int) -> None:
         """Adds the squares of the gradients of a stage's blocks."""
@@ -181,6 +243,7 @@ class TrainedStages:
             self.executor,
             self.stepper.optimizers,
             self.config.is_async,
+            self.probe.kept if self.probe is not None else {},
         )
 
     def schedule_of(self, segment: RunSegment) -> Schedule:

@@ -34,7 +34,7 @@ class Watch:
     records: the records of the run's first step and of the last one.
     lr_factor: the factor of a callback on the learning rates of later steps.
     frozen: the number of blocks that are frozen in later steps, and of all; None without --freeze.
-    block_norms: as for StepRecord.
+    block_norms, block_distances: as for StepRecord.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Watch:
         self.lr_factor = 1.0
         self.frozen: tuple[int, int] | None = None
         self.block_norms: tuple[float, ...] = ()
+        self.block_distances: tuple[float, ...] = ()
 
     def poll(self) -> None:
         """Reports every step for which all ranks have sent their metrics."""
@@ -194,6 +195,7 @@ class Watch:
             action_ms=self._action_ms(),
             frozen=self.frozen,
             block_norms=self.block_norms,
+            block_distances=self.block_distances,
         )
 
     def _action_ms(self) -> dict[str, tuple[float, ...]]:

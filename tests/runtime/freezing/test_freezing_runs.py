@@ -75,6 +75,21 @@ def loop(
     changes: Mapping[str, Any] | None = None,
     **given: Any,
 ) -> PlainLoop:
+    plain = plain_loop(folder, ahead, every, replicas, changes, **given)
+    plain.frozen = {step: frozen_in_blocks(depth) for step, depth in depths.items() if depth}
+    if folder.name == "mlp":
+        plain.frozen = {step: frozen_in_mlp(depth) for step, depth in OF_MLP.items()}
+    return plain.run(made)
+
+
+def plain_loop(
+    folder: Path,
+    ahead: tuple[int, ...],
+    every: int,
+    replicas: int = 1,
+    changes: Mapping[str, Any] | None = None,
+    **given: Any,
+) -> PlainLoop:
     job = make_job(settings(folder, folder / "unused", **given))
     data = open_data(job.config, job.task, job.plan, Path())
     order = SampleOrder(len(data.train), job.config.seed)
@@ -85,9 +100,6 @@ def loop(
         x, target = (feed(number)[name] for name in ("x", "target"))
         return {"x": x.double(), "target": target}
 
-    frozen = {step: frozen_in_blocks(depth) for step, depth in depths.items() if depth}
-    if folder.name == "mlp":
-        frozen = {step: frozen_in_mlp(depth) for step, depth in OF_MLP.items()}
     return PlainLoop(
         [stage.double() for stage in asyncpipe.load(folder).stages],
         exact,
@@ -96,10 +108,9 @@ def loop(
         lr=0.01,
         seed=job.config.seed,
         clip=given.get("clip", 0.0),
-        frozen=frozen,
         replicas=replicas,
         **(changes or {}),
-    ).run(made)
+    )
 
 
 def assert_equal(lines: list[dict[str, Any]], output: Path, plain: PlainLoop) -> None:

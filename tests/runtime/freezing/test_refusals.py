@@ -14,11 +14,14 @@ from asyncpipe.runtime.config.freezing_options import events_of
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.data.streams import UNKNOWN_LENGTH
 from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.freezing.block_outputs import Place, places_of
 from asyncpipe.runtime.freezing.blocks import Blocks, FreezeError
 from asyncpipe.runtime.freezing.stages import check_modes
 from asyncpipe.runtime.launch.job import make_job
+from asyncpipe.runtime.plan.plan import TensorSpec
 from asyncpipe.runtime.training.joining import joined_job
 from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
+from asyncpipe.tests.support.models.plans import plan_by_hand, stage_by_hand
 from asyncpipe.tests.support.run_configs import run_config
 
 
@@ -42,6 +45,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"freeze": "1=2", "ema": 0.9}, "--ema 0.9 evaluates other weights than it trains"),
         ({"freeze": "missing.toml"}, "missing.toml does not exist"),
         ({"freeze": "schedule:2"}, "is not between 0 and 1"),
+        (
+            {"freeze": "plasticity", "micro_batch_size": 1},
+            "plasticity compares the samples of a micro-batch, but --micro-batch-size is 1",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
@@ -82,9 +89,32 @@ class Quiet(Cut):
         return self.h.get_submodule("1")(self.h.get_submodule("0").layer(x))
 
 
+class Summed(Quiet):
+    """The same for the sum of all samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.sum(0))
+
+
 def test_a_stage_whose_one_mode_is_that_of_several_blocks_is_refused() -> None:
     names = (("h.0.layer.weight", "h.0.layer.bias"), ("h.1.weight", "h.1.bias"))
     blocks = Blocks(("h.0", "h.1"), names, ((), ()), ("head",), {})
     check_modes({0: Quiet()}, blocks, 2)
     with pytest.raises(FreezeError, match="stage 0 has the code of h.0 in its own forward"):
         check_modes({0: Cut()}, blocks, 2)
+
+
+def test_outputs_of_a_block_without_a_module_or_without_samples_are_refused() -> None:
+    names = (("h.0.layer.weight", "h.0.layer.bias"), ("h.1.weight", "h.1.bias"))
+    blocks = Blocks(("h.0", "h.1"), names, ((), ()), ("head",), {})
+    x, y = TensorSpec("x", "float32", ("batch", 2)), TensorSpec("y", "float32", ("batch", 2))
+    stage = stage_by_hand(0, inputs=("x",), outputs=("y",), parameters=(*names[0], *names[1]))
+    plan = plan_by_hand(
+        "model", sizes={"batch": 3}, inputs=(x,), values=(y,), outputs="y", loss=None,
+        stages=(stage,), state_keys=(*names[0], *names[1]),
+    )  # fmt: skip
+    with pytest.raises(FreezeError, match="h.0, but its code is written out in the forward of st"):
+        places_of(plan, blocks, range(2), [Quiet])
+    assert places_of(plan, blocks, range(1, 2), [Quiet]) == {1: Place(0, 0)}
+    with pytest.raises(FreezeError, match="h.1 for several samples, but none of them has a dim"):
+        places_of(plan, blocks, range(1, 2), [Summed])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from fractions import Fraction
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncpipe.runtime.freezing.blocks import FreezeError, blocks_of
+from asyncpipe.runtime.freezing.plasticity import Evidence
 from asyncpipe.runtime.freezing.rules import Progress, in_full, parse_rule, share_frozen
 from asyncpipe.runtime.plan.plan import Plan, SharedParameter
 from asyncpipe.tests.support.models.plans import plan_by_hand, stage_by_hand
@@ -79,6 +81,46 @@ def test_progress_never_goes_back_and_keeps_what_must_train(
         progress = following
 
 
+Similar = st.lists(st.floats(-1, 1), min_size=4, max_size=4).map(tuple)
+
+
+@given(
+    st.fractions(Fraction(1, 20), Fraction(19, 20), max_denominator=20),
+    st.lists(st.lists(Similar, min_size=5, max_size=5), min_size=1, max_size=8),
+    st.integers(0, 5),
+)
+def test_plasticity_freezes_the_first_blocks_that_were_calm_twice(
+    tolerance: Fraction, events: list[list[tuple[float, ...]]], most: int
+) -> None:
+    rule, progress = parse_rule(f"plasticity:{tolerance}"), Progress()
+    small: list[list[bool]] = []
+    for event, similarities in enumerate(events, 1):
+        frozen = progress.depth
+        seen = [() if block < frozen else own for block, own in enumerate(similarities)]
+        progress = progress.seeing(seen, rule)
+        evidence = progress.evidence
+        if distances := evidence.distances:
+            pairs = zip(distances, evidence.largest, strict=True)
+            small.append([own <= tolerance * most_so_far for own, most_so_far in pairs])
+            assert not any(distances[:frozen])
+        following = progress.after(rule, event, 5, most)
+        assert frozen <= following.depth <= most or frozen == following.depth
+        for block in range(frozen, following.depth):
+            assert small[-2][block] and small[-1][block]
+        if len(small) > 1 and following.depth < most:
+            assert not (small[-2][following.depth] and small[-1][following.depth])
+        progress = Progress.of(json.loads(json.dumps(following.to_json())))
+        assert progress == following
+
+
+def test_similarities_of_other_samples_are_not_compared() -> None:
+    first = Evidence().after([(1.0,) * 4], Fraction(1, 2)).after([(0.0,) * 4], Fraction(1, 2))
+    assert first.distances == first.largest == (1.0,) and first.calm == (0,)
+    other = first.after([(1.0,) * 9], Fraction(1, 2))
+    assert (other.distances, other.largest, other.calm) == ((), (1.0,), ())
+    assert other.after([(1.0,) * 9], Fraction(1, 2)).calm == (1,)
+
+
 def test_a_file_is_a_table(tmp_path: Path) -> None:
     file = tmp_path / "rule.toml"
     file.write_text("2 = 4\n5 = 8\n")
@@ -93,6 +135,7 @@ def test_a_file_is_a_table(tmp_path: Path) -> None:
     [
         ("schedule:1.5", "is not between 0 and 1"),
         ("schedule:1/0", "is not a number"),
+        ("plasticity:1", "is not between 0 and 1"),
         ("1=4,2=3", "frozen blocks stay frozen"),
         ("1=4,1=5", "frozen blocks stay frozen"),
     ],

@@ -77,3 +77,17 @@ def write_elastic(folder: Path, lengths: str, freeze: str | None = None) -> Plan
         elastic=lengths,
         freeze=freeze,
     )
+
+
+def write_flat(folder: Path) -> Plan:
+    """The same in one stage, without modules."""
+    return asyncpipe.partition(
+        Classifier(nn.LayerNorm),
+        {"x": torch.randn(4, WIDTH)},
+        stages=1,
+        loss="cross_entropy",
+        name="blocks",
+        output=str(folder),
+        profile="analytic",
+        code="flat",
+    )

@@ -18,6 +18,65 @@ from torch.nn.functional import cross_entropy
 from asyncpipe.runtime.rng import micro_batch_seed
 
 Weights = dict[str, Tensor]
+Frozen = tuple[set[str], set[str]]
+
+
+@dataclass
+class Plasticity:
+    """Decides at its events how many blocks are done: those from the first one on whose outputs for
+    a micro-batch have twice in a row changed by at most `tolerance` of their largest change.
+
+    blocks: the modules that are observed
+    depths, distances: what it found at its events
+    """
+
+    stages: Sequence[nn.Module]
+    x: Tensor
+    blocks: Sequence[str]
+    tolerance: float
+    depths: list[int] = field(default_factory=list)
+    distances: list[list[float]] = field(default_factory=list)
+    _before: dict[str, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def __call__(self) -> int:
+        now = self._similarities()
+        if self._before:
+            squares = [(now[path] - self._before[path]).square() for path in self.blocks]
+            self.distances.append([float(square.mean()) for square in squares])
+        self._before = now
+        depth = self.depths[-1] if self.depths else 0
+        while depth < len(self.blocks) and self._is_done(depth):
+            depth += 1
+        self.depths.append(depth)
+        return depth
+
+    def _is_done(self, block: int) -> bool:
+        own = [distances[block] for distances in self.distances]
+        largest = [max(own[: end + 1]) for end in range(len(own))]
+        last = list(zip(own, largest, strict=True))[-2:]
+        return len(last) == 2 and all(one <= self.tolerance * most for one, most in last)
+
+    def _similarities(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        hidden = self.x
+        for stage in self.stages:
+            modes = {part: part.training for part in stage.modules()}
+            parts = dict(stage.named_modules())
+            hooks = [
+                parts[path].register_forward_hook(
+                    lambda part, arguments, output, path=path: found.update({path: output})
+                )
+                for path in self.blocks
+                if path in parts
+            ]
+            hidden = stage.eval()(hidden)
+            for hook in hooks:
+                hook.remove()
+            for part, mode in modes.items():
+                part.training = mode
+        products = {path: output.flatten(1) @ output.flatten(1).T for path, output in found.items()}
+        return {path: each / each.norm(dim=1, keepdim=True) for path, each in products.items()}
 
 
 @dataclass
@@ -26,7 +85,7 @@ class PlainLoop:
 
     feed: the inputs of a micro-batch by its number in the data
     frozen: the names of the parameters that freeze, and of the modules that are in evaluation mode
-        then, after so many steps
+        then, after so many steps; or what decides on them
     grown: the micro-batches of each step after so many, and by how many their gradients are divided
     rate: the factor of a step's learning rate, by the micro-batches read before and those in it
     """
@@ -39,7 +98,7 @@ class PlainLoop:
     seed: int
     clip: float = 0.0
     replicas: int = 1
-    frozen: Mapping[int, tuple[set[str], set[str]]] = field(default_factory=dict)
+    frozen: Mapping[int, Frozen | Callable[[], Frozen]] = field(default_factory=dict)
     grown: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     rate: Callable[[int, int], float] = lambda read, own: 1.0
     read: int = 0
@@ -61,7 +120,8 @@ class PlainLoop:
             self.every, self.divisor = self.grown.get(start, (self.every, self.every))
             self._segment(start, end)
             if end in self.frozen:
-                self._freeze(*self.frozen[end])
+                due = self.frozen[end]
+                self._freeze(*(due() if callable(due) else due))
         return self
 
     def _segment(self, start: int, end: int) -> None:

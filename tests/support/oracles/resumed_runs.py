@@ -31,7 +31,7 @@ class Trained:
     state: Tensors
 
     def of(self, name: str) -> dict[int, Any]:
-        return {each["step"]: each[name] for each in self.records if each["event"] == "step"}
+        return {each["step"]: each.get(name) for each in self.records if each["event"] == "step"}
 
 
 def tensors_in(folder: Path) -> Tensors:
