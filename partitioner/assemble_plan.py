@@ -216,9 +216,8 @@ def _transfers(
     exchanged = (
         (parameter.stages, parameters[name].nbytes)
         for parameter in shared
-        if len(parameter.stages) > 1
+        if len(parameter.stages) > 1 and parameter.trains
         for name in parameter.names[:1]
-        if parameters[name].requires_grad
     )
     return _Transfers(
         boundaries,
@@ -358,7 +357,8 @@ def _shared_parameters(
         if holders and (len(aliases) > 1 or len(holders) > 1):
             owner = holders[0][1]
             others = tuple(name for name in aliases if name != owner)
-            shared.append(SharedParameter((owner, *others), holders))
+            trains = capture.model.get_parameter(owner).requires_grad
+            shared.append(SharedParameter((owner, *others), holders, trains))
     saved = capture.model.state_dict(keep_vars=True)
     of_buffer: dict[int, list[str]] = {}
     for name, buffer in capture.model.named_buffers(remove_duplicate=False):

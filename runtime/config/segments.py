@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ScheduleError
-from ..executor.mailbox import forward_edges, gradient_edges, shared_stages
+from ..executor.mailbox import forward_edges, gradient_edges
 from ..formatting import counted
-from ..plan.forecast import costs_of_plan
+from ..plan.forecast import costs_of_plan, tied_stages
 from ..plan.plan import Plan
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..schedule.builders import AUTO, VIRTUAL, fit_auto, make_schedule, one_f_one_b
@@ -79,7 +79,7 @@ def lowered(plan: Plan, schedule: Schedule, *, check: bool) -> Schedule:
     edges, gradients = forward_edges(plan), gradient_edges(plan)
     result = lower(schedule, edges, grad_edges=gradients)
     if check:
-        validate(result, edges, grad_edges=gradients, shared_stages=shared_stages(plan))
+        validate(result, edges, grad_edges=gradients, shared_stages=tied_stages(plan))
     return result
 
 
@@ -156,7 +156,7 @@ def waiting_stages(plan: Plan, config: RunConfig) -> tuple[tuple[int, ...], ...]
     scale, which may skip the step on all together; in an asynchronous run none of them does.
     """
     is_agreed = (config.clip or config.is_scaled) and not config.is_async
-    return (tuple(range(len(plan.stages))),) if is_agreed else shared_stages(plan)
+    return (tuple(range(len(plan.stages))),) if is_agreed else tuple(tied_stages(plan))
 
 
 def _activation_limit(plan: Plan, ranks: int) -> ActivationLimit:

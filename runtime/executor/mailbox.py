@@ -244,11 +244,6 @@ def gradient_edges(plan: Plan) -> frozenset[Edge]:
     )
 
 
-def shared_stages(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The groups of stages that hold one (tied) parameter."""
-    return tuple(shared.stages for shared in plan.shared if len(shared.stages) > 1)
-
-
 def channels_of_each(
     plan: Plan,
     schedule: Schedule,

@@ -49,7 +49,11 @@ def plan_at(plan: Plan, blocks: Blocks, depth: int, builds: Builds) -> Plan:
         )
         for stage in plan.stages
     ]
-    return replace(plan, stages=tuple(stages))
+    shared = tuple(
+        replace(each, trains=each.trains and not blocks.frozen(depth).intersection(each.names))
+        for each in plan.shared
+    )
+    return replace(plan, stages=tuple(stages), shared=shared)
 
 
 def _trained_tensors(plan: Plan, frozen: frozenset[str], builds: Builds) -> set[str]:

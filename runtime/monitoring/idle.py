@@ -43,8 +43,8 @@ from dataclasses import astuple, dataclass, fields, replace
 
 from ..config.segments import make_segment
 from ..config.settings import RunConfig
-from ..executor.mailbox import forward_edges, gradient_edges, shared_stages
-from ..plan.forecast import Forecast
+from ..executor.mailbox import forward_edges, gradient_edges
+from ..plan.forecast import Forecast, tied_stages
 from ..plan.plan import Plan
 from ..schedule.dependencies import Edge
 from ..schedule.schedule import Schedule
@@ -320,7 +320,7 @@ def split_of_run(
             played,
             forward_edges(plan),
             grad_edges=gradient_edges(plan),
-            shared_stages=shared_stages(plan),
+            shared_stages=tied_stages(plan),
         )
         for own in replicas
     ]
@@ -354,7 +354,7 @@ def simulated_step(
             measured_costs(times, schedule),
             forward_edges(plan),
             grad_edges=gradient_edges(plan),
-            shared_stages=shared_stages(plan),
+            shared_stages=tied_stages(plan),
         )
     return costs, timeline.between(*timeline.steady_step) if config.is_async else timeline
 

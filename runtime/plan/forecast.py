@@ -55,7 +55,7 @@ def forecast_step(
     name = schedule if isinstance(schedule, str) else schedule.name
     count = steps if name in ASYNCHRONOUS else 1
     costs = _costs(plan, step_ms)
-    waiting = _shared(plan) if shared_stages is None else [*shared_stages]
+    waiting = tied_stages(plan) if shared_stages is None else [*shared_stages]
     if isinstance(schedule, str):
         planned = planned_schedule(plan, schedule, micro_batches, steps=count)
     else:
@@ -101,7 +101,7 @@ def planned_schedule(
             rank_of_stage=tuple(map(placed.index, plan.device_of_stage)) if ranks else None,
             edges=_edges(plan),
             grad_edges=_edges(plan, with_gradient=True),
-            shared_stages=_shared(plan),
+            shared_stages=tied_stages(plan),
             may_split=may_split,
         ).schedule
     return make_schedule(
@@ -197,8 +197,9 @@ def _edges(plan: Plan, *, with_gradient: bool = False) -> set[tuple[int, int]]:
     }
 
 
-def _shared(plan: Plan) -> list[tuple[int, ...]]:
-    return [parameter.stages for parameter in plan.shared if len(parameter.stages) > 1]
+def tied_stages(plan: Plan) -> list[tuple[int, ...]]:
+    """The groups of stages that exchange the gradient of one (tied) parameter."""
+    return [each.stages for each in plan.shared if len(each.stages) > 1 and each.trains]
 
 
 def _in_a_row(schedule: Schedule, steps: int) -> Schedule:

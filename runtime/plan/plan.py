@@ -34,8 +34,7 @@ class TensorSpec:
 
     name: its name in the generated forwards
     dtype: without `torch.`, such as "float32"
-    shape: each size is a number or an expression of the plan's symbols, such as `"batch"` or
-        `"batch*sequence"`
+    shape: each size is a number or an expression of symbols, such as `"2*batch*sequence"`
     requires_grad: a gradient comes back for it
     """
 
@@ -186,8 +185,7 @@ class StageSpec:
     file, class_name: the stage's file in the folder, and the class in it
     modules: the modules of the original in it, rows of equal ones as one
     inputs: the positional arguments of forward, each the name of a model input or boundary tensor
-    outputs: the values that forward returns (one: the value itself, several: a tuple, none: None),
-        each the name of a boundary tensor or of a model output
+    outputs: the boundary tensors and model outputs that forward returns, several as a tuple
     parameters, buffers: their names in the original
     draws_random: it draws random numbers, as dropout does
     forward_ms, backward_ms: times; a backward includes a recomputed forward
@@ -254,10 +252,12 @@ class SharedParameter:
 
     names: all names of the parameter, the owner's first
     holders: each stage that holds it, with its name there
+    trains: False if it needs no gradient, so that its holders exchange nothing
     """
 
     names: tuple[str, ...]
     holders: tuple[tuple[int, str], ...]
+    trains: bool = True
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -402,9 +402,10 @@ class Plan:
         for candidate in document["candidates"]:
             del candidate["seconds"]
         usual = dict(mode="both", draws_numbers=False, changes=(), changes_trained=(), number=None)
-        for part in (document, *document["stages"], *document["setting"]["ranks"]):
-            for name in usual:
-                if part.get(name, ...) == usual[name]:
+        parts = (*document["stages"], *document["setting"]["ranks"], *document["shared"])
+        for part in (document, *parts):
+            for name, value in (*usual.items(), ("trains", True)):
+                if part.get(name, ...) == value:
                     del part[name]  # few plans differ
         return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 

@@ -49,7 +49,7 @@ from ..plan.plan import Plan
 class NormShare:
     """One stage's parameters.
 
-    own: those whose gradients are complete after its last backward.
+    own: those whose gradients, if they have any, are complete after its last backward.
     shared_by_name: tied parameters, whose gradients are summed with other stages before the step.
     owned: the tied parameters that this stage counts.
     """
@@ -72,7 +72,7 @@ def share_of(plan: Plan, index: int, stage: nn.Module) -> NormShare:
     share = NormShare([], {}, [])
     holders = shared_weights(plan, index)
     for name, parameter in stage.named_parameters():
-        if name not in holders:
+        if name not in holders or not parameter.requires_grad:
             share.own.append(parameter)
             continue
         share.shared_by_name[name] = parameter
