@@ -40,11 +40,11 @@ def write_stand_in(folder: Path, *, sentences: int = 400) -> None:
 
 
 def encoder() -> dict[str, bytes]:
-    """The files of a BERT of two layers and 32 features, written as the real one's are."""
+    """The files of a BERT of three layers and 32 features, written as the real one's are."""
     config = BertConfig(
         vocab_size=len(SPECIAL) + len(FILLERS) + len(WORDS),
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=64,
