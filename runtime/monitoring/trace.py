@@ -8,7 +8,8 @@ on a track of the receiver while it was in transit.
 `--trace` selects the steps: a range, or the last n. While an asynchronous pipeline drains, ranks
 run out of work, so there the last n are those before a drain, and all ranks are shown for the time
 in which rank 0 runs them. Without `--trace`, one late step is recorded for its timeline alone; in
-an asynchronous run it is one before the pipeline drains.
+an asynchronous run it is one before the pipeline drains. Where the stages change during a run, the
+trace marks these moments, and the timeline is that of the last ones.
 """
 
 from __future__ import annotations
@@ -65,14 +66,20 @@ class RankTrace:
         return replace(self, spans=spans)
 
 
-def chrome_trace(ranks: Sequence[RankTrace]) -> dict[str, Any]:
-    """The trace as a value for `json.dump`; times are microseconds since the first span."""
+def chrome_trace(
+    ranks: Sequence[RankTrace], moments: Iterable[tuple[float, str]] = ()
+) -> dict[str, Any]:
+    """The trace as a value for `json.dump`; times are microseconds since the first span. `moments`
+    are what is marked over all ranks, and when."""
     begin_s = min((span.start_s for rank in ranks for span in rank.spans), default=0.0)
     events: list[dict[str, Any]] = []
     for rank in ranks:
         events += _names(rank)
         events += (_slice(rank.rank, span, begin_s) for span in rank.spans)
     events += _messages(ranks, begin_s)
+    for at_s, name in moments:
+        place = {"ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": _us(at_s - begin_s)}
+        events.append(place | {"name": name, "cat": "phase"})
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
@@ -297,7 +304,20 @@ class Tracing:
         self._activities = activities
         self._began_s = self._ended_s = 0.0
         self._taken: list[Span] = []
+        self._phases: list[tuple[float, str]] = []
+        self._start = start
         self.step_is_over(start)
+
+    def begin_phase(self, config: RunConfig, start: int, about: str) -> None:
+        """Continues after a step with other stages of a synchronous run, which may have fewer steps
+        than before; `about` describes them."""
+        wanted = config.trace_steps or drawn_steps(config, 1)
+        has_begun = self._began_s > 0
+        first = self._steps.start if has_begun else max(wanted.start, start + 1)
+        self._steps, self._start = range(first, wanted.stop), start
+        self._phases.append((perf_counter(), about))
+        if not has_begun:
+            self.step_is_over(start)
 
     def step_is_over(self, step: int) -> None:
         """Notes that this rank has completed a step; its last action may still be running."""
@@ -331,7 +351,7 @@ class Tracing:
         ranks = [
             RankTrace(
                 rank,
-                world.grid.stages_of(rank, schedule),
+                () if self._phases else world.grid.stages_of(rank, schedule),
                 tuple(from_plain(json.loads(part), later_s=later_s)),
             )
             for rank, (part, (_, later_s)) in enumerate(zip(parts, lengths, strict=True))
@@ -342,12 +362,14 @@ class Tracing:
         if not self._is_kept:
             return None, timeline
         file = folder / "trace.json"
-        file.write_text(json.dumps(chrome_trace(ranks)), encoding="utf-8")
+        moments = [each for each in self._phases if self._began_s <= each[0] <= self._ended_s]
+        file.write_text(json.dumps(chrome_trace(ranks, moments)), encoding="utf-8")
         return str(file), timeline
 
     def _one_step(self, ranks: list[RankTrace], schedule: Schedule) -> Timeline:
         if schedule.synchronous:
-            return measured_timeline(ranks, self._steps[-1:])
+            last = self._steps[-1:]
+            return measured_timeline(ranks, last if self._start in range(last.start) else ())
         segments = {span.step for rank in ranks for span in rank.spans}
         timeline = measured_timeline(ranks, segments)
         # A step may be in pieces, around its waits.

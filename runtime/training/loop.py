@@ -35,6 +35,7 @@ from .remeasure import Remeasuring
 from .run_summary import report_end
 from .sample_trainer import StageTrainer, check_tokens
 from .setup import Setup, write_schedule
+from .stages import describe_phase
 from .step_records import Watch
 
 
@@ -45,11 +46,15 @@ class Earlier:
     first: the record of the first step, on rank 0.
     block_norms: the norms of each block's gradients up to the last event of freezing.
     saved: the step of the last checkpoint on disk.
+    tracing: the recorded steps.
+    callbacks: the user's callbacks, on rank 0.
     """
 
     first: StepRecord | None = None
     block_norms: tuple[float, ...] = ()
     saved: int = -1
+    tracing: Tracing | None = None
+    callbacks: Callbacks | None = None
 
 
 class Run:
@@ -62,17 +67,20 @@ class Run:
         self._setup, self._config, self._plan, self._world = setup, config, plan, world
         self._stopping = stopping
         self._activities = setup.activities
-        self._tracing = Tracing(config, self._activities, schedule, setup.start)
-        self._callbacks: Callbacks | None = None
+        earlier = earlier or Earlier()
+        self._tracing = earlier.tracing or Tracing(config, self._activities, schedule, setup.start)
+        if earlier.tracing is not None:
+            self._tracing.begin_phase(config, setup.start, describe_phase(setup))
+        self._callbacks = earlier.callbacks
         if config.callbacks is not None and setup.reporter is not None:
-            self._callbacks = Callbacks(config, job.folder, self._activities)
+            if self._callbacks is None:
+                self._callbacks = Callbacks(config, job.folder, self._activities)
             reporter = CompositeReporter((setup.reporter, self._callbacks), {}, config.seed)
             self._setup = setup = replace(setup, reporter=reporter)
         self._reporter = setup.reporter
         self._patience = Patience()
         self._trainer = StageTrainer(setup, self._step_done, self._stage_stepped)
         stages = self._trainer.stages
-        earlier = earlier or Earlier()
         stages.block_norms = earlier.block_norms
         self._modules, self._executor, self._stepper = (
             stages.modules,
@@ -110,7 +118,13 @@ class Run:
     def earlier(self) -> Earlier:
         """What the next phase shows of this one and those before it."""
         first = next(iter(self._watch.records), None) if self._watch is not None else None
-        return Earlier(first, self._trainer.stages.block_norms, self._checkpoints.saved)
+        return Earlier(
+            first,
+            self._trainer.stages.block_norms,
+            self._checkpoints.saved,
+            self._tracing,
+            self._callbacks,
+        )
 
     def _make_watch(self, first: StepRecord | None) -> Watch | None:
         """On rank 0, turns the metrics of all ranks into records."""

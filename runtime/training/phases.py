@@ -43,7 +43,7 @@ from .checkpointing import Stopping
 from .loop import Run
 from .read_ahead import readers_end
 from .setup import Job, Setup, agree, continued, find_checkpoint, set_up, write_schedule
-from .stages import frozen_blocks
+from .stages import describe_phase, frozen_blocks
 
 
 def train(
@@ -115,7 +115,7 @@ def check_elastic(job: Job) -> None:
             f"--elastic, but --schedule is {config.schedule}.",
             f"--schedule {' or '.join(SCHEDULES)}",
         )
-    for name in ("callbacks", "schedule_file", "trace", "compile"):
+    for name in ("schedule_file", "compile"):
         if value := getattr(config, name):
             raise SettingsError(
                 f"{typed(name, value)} cannot be combined with --elastic, whose stages change.",
@@ -193,7 +193,9 @@ def in_phase(job: Job, world: World, checkpoint: FoundCheckpoint | None) -> tupl
     if unit := replace(job, started=started).unit:
         made, read = (checkpoint.facts.step, checkpoint.facts.samples) if checkpoint else (0, 0)
         samples = started.samples or started.steps * unit
-        config = continued(replace(config, samples=samples), made, read)
+        config = continued(replace(config, samples=samples, trace=None), made, read)
+        if "-" not in (started.trace or "-") or started.trace_steps.stop <= config.steps + 1:
+            config = replace(config, trace=started.trace)
     planned = job.planned if folder == Path(job.config.folder) else read_plan(folder)
     if len(planned.stages) != phase.stages:
         raise PlanError(
@@ -252,16 +254,3 @@ def next_phase(setup: Setup, handed_over: FoundCheckpoint) -> Setup:
         write_schedule(job.folder, following.schedule)
         setup.reporter.on_note("phase", describe_phase(following))
     return following
-
-
-def describe_phase(setup: Setup) -> str:
-    """A phase that follows another one, as a phrase."""
-    assert setup.checkpoint is not None
-    depth, world = frozen_blocks(setup.checkpoint), setup.world
-    used = len(setup.job.plan.stages) * world.replicas
-    grown = f", {setup.batch.samples} samples per step" if setup.job.unit else ""
-    idle = f", {world.ranks - used} of {counted(world.ranks, 'process', 'processes')} idle"
-    return (
-        f"{counted(depth, 'block')} frozen: {pipelines(used // world.replicas, used)}{grown}"
-        f"{idle if used < world.ranks else ''}, after step {setup.start}"
-    )

@@ -25,8 +25,10 @@ from ..executor.loading import load_stage, load_stage_class
 from ..executor.mailbox import Sizes
 from ..executor.observed_transport import ObservedTransport
 from ..executor.run import Feed, RunOptions
+from ..formatting import counted
 from ..freezing.block_outputs import SAMPLES
 from ..freezing.blocks import FreezeError
+from ..freezing.elastic import pipelines
 from ..freezing.events import Events
 from ..freezing.freezing import Freezing
 from ..freezing.plasticity import Similarities
@@ -288,6 +290,19 @@ def _exchanged(plan: Plan, config: RunConfig) -> Plan:
 def frozen_blocks(checkpoint: FoundCheckpoint | None) -> int:
     """The number of frozen blocks in a checkpoint; 0 without one."""
     return Progress.of(checkpoint.facts.trainer.get(FREEZING) if checkpoint else None).depth
+
+
+def describe_phase(setup: Setup) -> str:
+    """A phase that follows another one, as a phrase."""
+    assert setup.checkpoint is not None
+    depth, world = frozen_blocks(setup.checkpoint), setup.world
+    used = len(setup.job.plan.stages) * world.replicas
+    grown = f", {setup.batch.samples} samples per step" if setup.job.unit else ""
+    idle = f", {world.ranks - used} of {counted(world.ranks, 'process', 'processes')} idle"
+    return (
+        f"{counted(depth, 'block')} frozen: {pipelines(used // world.replicas, used)}{grown}"
+        f"{idle if used < world.ranks else ''}, after step {setup.start}"
+    )
 
 
 def _freezing_of(setup: Setup, modules: Mapping[int, nn.Module]) -> Freezing | None:

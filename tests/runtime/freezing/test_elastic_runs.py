@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 from pathlib import Path
@@ -139,6 +140,50 @@ def test_an_elastic_run_is_resumed_in_the_right_phase(
             )
         )
         assert made == expected
+
+
+SEEING = """
+made = []
+
+class Seen:
+    def __init__(self):
+        self.events = []
+
+    def on_step(self, record):
+        self.events.append(("step", record.step, record.frozen[0]))
+
+    def on_checkpoint(self, step):
+        self.events.append(("checkpoint", step))
+
+    def on_end(self, summary):
+        (made_once,) = made
+        print(self.events, file=open(made_once, "w"))
+
+def seen(config, folder):
+    made.append(folder / "seen")
+    return Seen()
+"""
+
+
+def test_callbacks_and_the_trace_go_on_over_the_phases(blocks: Path, tmp_path: Path) -> None:
+    (tmp_path / "seeing.py").write_text(SEEING)
+    given = {"callbacks": f"{tmp_path}/seeing.py:seen", "trust": True, "save_every": 2}
+    given |= {"schedule": "1f1b", "elastic": True, "keep_last": 9, "trace": "4-6"}
+    train(blocks, tmp_path / "run", **given)
+    depths = [0, 0, 1, 1, 3, 3, 4, 4, 4]
+    seen = [[("step", at, depth)] for at, depth in enumerate(depths, 1)]
+    for step in (2, 4, 6, 8, 9):
+        seen[step - 1].append(("checkpoint", step))
+    assert ast.literal_eval((tmp_path / "run" / "seen").read_text()) == sum(seen, [])
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    (phase,) = [event for event in events if event["ph"] == "i"]
+    assert phase["name"] == "3 blocks frozen: 1 stage x 2 replicas, after step 4"
+    steps = [event for event in events if event["name"].startswith("step ")]
+    made = sorted((event["args"]["step"], event["args"]["stage"], event["pid"]) for event in steps)
+    assert made == [(4, 0, 0), (4, 1, 1), (5, 0, 0), (5, 0, 1), (6, 0, 0), (6, 0, 1)]
+    assert all((event["ts"] > phase["ts"]) == (event["args"]["step"] > 4) for event in steps)
+    lines = train(blocks, tmp_path / "grown", **(given | GROWN | {"trace": "3"}))
+    assert lines[-1]["event"] == "end" and lines[-1]["trace"]
 
 
 STOPPING = """
