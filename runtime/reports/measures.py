@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
+from ..formatting import counted
 from ..monitoring.run_files import RunRecords, number, numbers, part, points
 from ..monitoring.tail import Record
 
@@ -311,8 +312,8 @@ _TITLES = {
     "unexpected": "Backward passes with an unexpected weight version",
     "accuracy": "Accuracy",
     "frozen_blocks": "Frozen blocks",
-    "block_norms": "Gradients between events of freezing, block",
-    "block_distances": "Change of outputs between events of freezing, block",
+    "block_norms": "Gradients between two events of freezing, of each block",
+    "block_distances": "Change of outputs, relative to the largest one, of each block",
 }
 
 
@@ -371,6 +372,16 @@ def status_of(run: RunRecords) -> str:
 def last(run: RunRecords, name: str) -> float:
     """A field of the last recorded step."""
     return number(run.steps[-1], name) if run.steps else math.nan
+
+
+def unplanned_freezing(run: RunRecords) -> str:
+    """A sentence about blocks that were frozen, of which the plan does not know; "" if none was."""
+    if not last(run, "frozen_blocks") > 0:
+        return ""
+    return (
+        f"{counted(int(last(run, 'frozen_blocks')), 'block')} froze during the run. "
+        "Predictions are those of the plan, before any block froze."
+    )
 
 
 def last_evaluation(run: RunRecords, name: str = "loss") -> float:

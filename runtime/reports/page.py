@@ -51,6 +51,7 @@ from .measures import (
     title_of,
     title_of_field,
     to_json,
+    unplanned_freezing,
     usual,
 )
 from .rendering import in_script, render, write_page
@@ -244,7 +245,9 @@ _FIXED_BYTES = 256 << 20
 
 
 def _step_note(run: RunRecords) -> str:
-    """A reason why the measured step is much longer than the simulated one; "" if it is not."""
+    """A reason why the measured step is another one than the simulated one; "" if it is not."""
+    if frozen := unplanned_freezing(run):
+        return f"{frozen} Measured times are the medians of all recorded steps."
     if not step_times(run).ratio > _LONGER:
         return ""
     cores = number(part(run.start, "environment"), "cpus")

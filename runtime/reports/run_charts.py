@@ -16,6 +16,8 @@ from .measures import (
     title_of_field,
 )
 
+Points = tuple[tuple[float, float], ...]
+
 
 def loss_charts(run: RunRecords) -> list[Chart]:
     """Training and evaluation loss over steps, and over the time after the first step."""
@@ -72,11 +74,18 @@ def other_charts(run: RunRecords) -> list[Chart]:
         for name, series in metrics_of_evaluations(run).items()
     ]
     for name, rows in other_series(run).items():
-        title = title_of_field(name)
-        labels = [title] if len(rows) == 1 else [f"{title} {place}" for place in range(len(rows))]
-        series = [Series(label, row) for label, row in zip(labels, rows, strict=True)]
+        title, _, of = title_of_field(name).partition(", of each ")
+        labels = [title] if len(rows) == 1 else [f"{of or title} {n}" for n in range(len(rows))]
+        drawn = map(_relative, rows) if name == "block_distances" else rows
+        series = [Series(label, row) for label, row in zip(labels, drawn, strict=True)]
         charts.append(chart(title, series, x_unit="step", floor=0.0))
     return _drawn(charts)
+
+
+def _relative(points: Points) -> Points:
+    """The numbers in relation to the largest one, as `--freeze plasticity` compares them."""
+    largest = max((y for _, y in points), default=0.0)
+    return tuple((x, y / largest if largest else 0.0) for x, y in points)
 
 
 def _drawn(charts: Sequence[Chart | None]) -> list[Chart]:

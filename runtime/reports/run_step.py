@@ -16,6 +16,7 @@ from ..plan.plan import Plan, read_plan
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..schedule.simulate import Timeline
 from .gantt import Drawing, Window, draw, scale_of
+from .measures import unplanned_freezing
 from .memory_over_time import MemoryDrawing, memory_over_time
 from .model_strip import ModelStrip, model_strip
 from .planned_steps import planned_steps
@@ -133,7 +134,7 @@ class StepFigures:
     """The drawings of one step, on one time axis each.
 
     heading: their heading.
-    note: how to get more; "" if there is all.
+    note: how to get more, or what the drawings do not show; "" if there is all.
     steps: the drawings.
     memory, memory_note: the memory of the ranks in the first of them, and a sentence about it.
     """
@@ -174,4 +175,4 @@ def step_figures(run: RunRecords, planned: RunPlan | None) -> StepFigures | None
         window = Window(timeline, timeline.start_ms, timeline.end_ms)
         memory = memory_over_time(planned.plan, window, steps[0].drawing)
     heading = "One step, measured above predicted"
-    return StepFigures(heading, "", steps, memory, _OVER_STEP.format(which))
+    return StepFigures(heading, unplanned_freezing(run), steps, memory, _OVER_STEP.format(which))

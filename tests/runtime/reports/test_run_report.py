@@ -40,7 +40,7 @@ from asyncpipe.runtime.reports.measures import (
     summary_of,
 )
 from asyncpipe.runtime.reports.page import REPORT, render_run, reported
-from asyncpipe.runtime.reports.run_charts import loss_charts
+from asyncpipe.runtime.reports.run_charts import loss_charts, other_charts
 from asyncpipe.tests.support.models.hand_folders import FAILING, write_mlp
 from asyncpipe.tests.support.oracles.html_pages import all_of, by_id, check_alone, parsed, text_of
 from asyncpipe.tests.support.processes.quick_python import run
@@ -500,3 +500,21 @@ def test_a_long_line_is_drawn_with_its_ends_and_few_points() -> None:
     assert line.path.count("L") < 500 and len(line.points) < 50
     assert line.points[0].title.startswith("loss, step 1:")
     assert line.points[-1].title.startswith("loss, step 100000:")
+
+
+def test_blocks_that_freeze_have_names_lines_and_a_word_about_the_plan(tmp_path: Path) -> None:
+    records = [
+        record | {"frozen_blocks": number, "block_distances": [0.5 / (10**block) / (1 + number)
+                                                               for block in range(10)]}
+        for number, record in enumerate(steps(4))
+    ]  # fmt: skip
+    run = read_run(write_run(tmp_path / "1", *records))
+    (chart_of_blocks,) = [each for each in other_charts(run) if len(each.lines) > 1]
+    assert [line.label for line in chart_of_blocks.lines] == [f"block {n}" for n in range(10)]
+    assert len({line.path for line in chart_of_blocks.lines}) == 1  # all relative to the largest
+    page = parsed(render_run(run))
+    keys = [text_of(entry).strip() for entry in all_of(page, "li")]
+    assert {f"block {n}" for n in range(10)} <= set(keys)
+    drawn = {one.get("class") for one in all_of(page, "path")}
+    assert drawn >= {f"line{n}" for n in range(8)} and not drawn & {"line8", "line9"}
+    assert "3 blocks froze during the run." in text_of(page)
