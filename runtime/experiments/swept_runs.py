@@ -23,7 +23,8 @@ from ..formatting import (
     write_share,
 )
 from ..monitoring.run_files import RunRecords, read_run
-from ..reports.measures import UNITS, most_memory, parts_of, rate_field, rate_of
+from ..reports.measures import UNITS, most_memory, rate_field, rate_of
+from ..reports.time_parts import parts_of
 from ..serialization import Origin, parse_json, read_text, shaped
 from ..training.setup import Job
 from .strategies import STRATEGY

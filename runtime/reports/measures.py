@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import mean, median
+from statistics import median
 
 from ..formatting import counted
 from ..monitoring.run_files import RunRecords, number, numbers, part, points
@@ -16,7 +16,7 @@ IDLE_PARTS = ("bubble", "imbalance", "communication", "data", "overhead")
 """The causes of idle time that every run records."""
 MORE_PARTS = ("exchange", "writing")
 """The causes that not every run has."""
-_CAUSES = (*IDLE_PARTS, *MORE_PARTS)
+CAUSES = (*IDLE_PARTS, *MORE_PARTS)
 TIME_PARTS = ("waiting", "sending", "data", "overhead")
 _FIXED = frozenset(
     {
@@ -194,31 +194,6 @@ def stage_times(run: RunRecords) -> list[StageTimes]:
         )
         for stage in range(stages)
     ]
-
-
-def parts_of(run: RunRecords) -> dict[str, float]:
-    """The shares of the ranks' time in forwards, backwards and the optimizer, in exchanges between
-    replicas, in waiting (bubble, imbalance, communication), for data, and in the rest."""
-    step, times, idle = step_times(run).measured, stage_times(run), rank_idle(run)
-    micro_batches, replicas = number(run.start, "micro_batches"), number(run.start, "replicas")
-    if not (step > 0 and times and idle):
-        return {}
-    of_rank = replicas / (step * len(idle))
-    parts = {
-        "forward": micro_batches * of_rank * sum(each.forward.measured for each in times),
-        "backward": micro_batches * of_rank * sum(each.backward.measured for each in times),
-        "optimizer": of_rank * sum(each.optimizer_ms for each in times),
-    }
-    causes = {name: mean(rank.parts.get(name, 0.0) for rank in idle) for name in _CAUSES}
-    parts["exchange"] = causes["exchange"]
-    parts["waiting"] = sum(causes[name] for name in ("bubble", "imbalance", "communication"))
-    parts["data"] = causes["data"]
-    if any(map(math.isnan, parts.values())):  # as where stages changed during the run
-        return {}
-    # Medians of forwards and of steps need not add up.
-    whole = max(1.0, sum(parts.values()))
-    parts["other"] = whole - sum(parts.values())
-    return {name: share / whole for name, share in parts.items()}
 
 
 def rank_memory(run: RunRecords) -> list[RankMemory]:

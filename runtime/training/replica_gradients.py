@@ -24,6 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -127,8 +128,15 @@ class GradientSums:
             for bucket in window.buckets
             for parameter in bucket.parameters
         }
+        # The garbage collector does not see what hooks hold, which would never be freed.
+        accumulated = WeakMethod(self.accumulated)
+
+        def count(parameter: Tensor) -> None:
+            if (own := accumulated()) is not None:
+                own(parameter)
+
         self._hooks: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(self.accumulated)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
             for parameter in self._place
         ]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -253,3 +255,13 @@ def test_buckets_hold_one_dtype_from_the_last_parameter_to_the_first() -> None:
     layers = {id(layer.weight): index for index, layer in enumerate(model)}
     found = [[layers[id(parameter)] for parameter in bucket.parameters] for bucket in buckets]
     assert found == [[4, 3], [2], [1]]
+
+
+def test_sums_that_nobody_needs_are_freed_with_their_stage() -> None:
+    stage = chain()
+    share = NormShare(list(stage.parameters()), {}, [])
+    sums = GradientSums({0: share}, cast(dist.ProcessGroup, object()), "ranks")
+    seen = weakref.ref(sums), weakref.ref(stage[0].weight)
+    del stage, share, sums
+    gc.collect()
+    assert [each() for each in seen] == [None, None]
