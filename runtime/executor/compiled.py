@@ -6,6 +6,7 @@ are compiled in the process of the rank, at the first micro-batch of each mode.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from ..errors import PlanError
@@ -17,6 +18,12 @@ _OPTIONS = {"fallback_random": True, "compile_threads": 1}
 def compile_stage(module: nn.Module) -> None:
     """Compiles a stage's forward, and thereby its backward, in place."""
     module.compile(options=_OPTIONS)
+
+
+def compile_again() -> None:
+    """Lets stages be compiled anew when next they run. torch keeps eight versions of a forward, and
+    runs the next one as it is written: the versions with fewer frozen parameters do not return."""
+    torch.compiler.reset()
 
 
 def check_compiler(device: str, schedule: Schedule) -> None:

@@ -19,7 +19,7 @@ from ..config.mixed_precision import precision_of
 from ..config.segments import RunSegment, schedule_of
 from ..config.settings import RunConfig
 from ..data.task import TARGET, sizes_of
-from ..executor.compiled import compile_stage
+from ..executor.compiled import compile_again, compile_stage
 from ..executor.executor import Executor
 from ..executor.loading import load_stage, load_stage_class
 from ..executor.mailbox import Sizes
@@ -171,6 +171,8 @@ class TrainedStages:
 
     def _narrow(self, step: int) -> None:
         assert self.freezing is not None
+        if self.config.compile:
+            compile_again()
         self._set_plan(self.freezing.apply())
         self.stepper.narrow(step)
         self.executor.attach(self.stepper.optimizers)
