@@ -42,6 +42,7 @@ from ..watch.worker import start_viewer
 from .checkpointing import Stopping
 from .loop import Run
 from .read_ahead import readers_end
+from .replica_gradients import describe_statistics
 from .setup import Job, Setup, agree, continued, find_checkpoint, set_up, write_schedule
 from .stages import describe_phase, frozen_blocks
 
@@ -79,13 +80,26 @@ def train(
             setup = set_up(job, world, reporter, checkpoint, on_step, activities, board)
             with activities.during(Activity("other", "loads its stages")):
                 run = Run(setup, stopping)
+            is_noted = _note_statistics(setup)
             while (handed_over := run.train()) is not None:
                 earlier = run.earlier
                 del run  # its stages make room for the next ones
                 setup = next_phase(setup, handed_over)
                 with activities.during(Activity("other", "loads its stages")):
                     run = Run(setup, stopping, earlier=earlier)
+                is_noted = is_noted or _note_statistics(setup)
             run.end()
+
+
+def _note_statistics(setup: Setup) -> bool:
+    """Reports batch norms that replicas train; returns True if there are some."""
+    depth, plan = frozen_blocks(setup.checkpoint), setup.job.plan
+    if setup.world.grid.most_copies == 1:
+        return False
+    text = describe_statistics(plan, blocks_of(plan).first_names(depth) if depth else ())
+    if text and setup.reporter is not None:
+        setup.reporter.on_note("batch norm", text)
+    return bool(text)
 
 
 def _make_shown(

@@ -21,7 +21,7 @@ replica's buffers are the ones that are saved, so an evaluation uses them on all
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakMethod
@@ -34,6 +34,8 @@ from torch.utils.hooks import RemovableHandle
 from ..distributed.equality import TiedParameter
 from ..distributed.process_groups import World
 from ..errors import TransportError
+from ..formatting import counted
+from ..plan.plan import Plan
 from .clipping import NormShare
 
 BUCKET_BYTES = 25 << 20
@@ -272,6 +274,20 @@ def _with_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
     return parameter.dtype, parameter.device
+
+
+def describe_statistics(plan: Plan, frozen: Collection[str]) -> str:
+    """What replicas change about the batch norms of a plan that train, all but those whose
+    parameters are frozen; "" without some."""
+    names = (name for stage in plan.stages for name in stage.buffers)
+    ends = (name.rpartition(".") for name in names)
+    norms = [path for path, _, end in ends if end == "running_mean"]
+    if not (trained := sum(f"{path}.weight" not in frozen for path in norms)):
+        return ""
+    return (
+        f"the running statistics of {counted(trained, 'batch norm')} will be those of the first "
+        "replica's micro-batches; one pipeline's would be those of all"
+    )
 
 
 @contextmanager

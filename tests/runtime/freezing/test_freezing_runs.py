@@ -15,9 +15,12 @@ import asyncpipe
 from asyncpipe.runtime.config.batch_layout import StepBatch
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.data.task import SampleOrder
+from asyncpipe.runtime.freezing.blocks import blocks_of
 from asyncpipe.runtime.launch.job import make_job
+from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.tensor_files import read_tensors
 from asyncpipe.runtime.training.batches import Feed, open_data
+from asyncpipe.runtime.training.replica_gradients import describe_statistics
 from asyncpipe.tests.support.models.blocks import BLOCKS, WIDTH, write_classifier
 from asyncpipe.tests.support.models.hand_folders import PlainMlp, exact_settings, write_mlp
 from asyncpipe.tests.support.oracles import resumed_runs
@@ -177,6 +180,21 @@ def test_replicas_sum_no_gradient_of_a_frozen_block(
     assert [line["summed_elements"] for line in steps] == [
         elements(line["frozen_blocks"]) for line in steps
     ]
+
+
+def test_replicas_that_train_batch_norms_say_whose_statistics_remain(
+    folders: Path, tmp_path: Path
+) -> None:
+    lines = train(folders / "blocks", tmp_path / "run", schedule="ddp", replicas=2, steps=1)
+    (note,) = [line["text"] for line in lines if line.get("about") == "batch norm"]
+    assert note.startswith("the running statistics of 4 batch norms will be those of the first")
+    plan = read_plan(folders / "blocks")
+    frozen = [blocks_of(plan).first_names(depth) for depth in (3, 4)]
+    assert [" 1 batch norm " in describe_statistics(plan, names) for names in frozen] == [
+        True,
+        False,
+    ]
+    assert describe_statistics(plan, frozen[1]) == ""
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "async-1f1b", "single"])
