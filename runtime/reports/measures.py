@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 
 from ..formatting import counted
@@ -101,9 +102,23 @@ def rate_field(run: RunRecords) -> str:
 
 
 def rate_of(run: RunRecords) -> float:
-    """The throughput in the record of the end, or else that of a typical step without the first."""
+    """The throughput in the record of the end, or else that of a typical step without the first. Of
+    an elastic run, whose phases differ, it is that of all recorded steps but the first."""
+    if run.config.get("elastic") and (times := times_of_records(run)):
+        field = rate_field(run)
+        made = sum(number(record, field) * ms for record, ms in times)
+        return made / sum(ms for _, ms in times)
     rate = number(run.end, "rate")
     return rate if rate > 0 else usual(run, rate_field(run))
+
+
+def times_of_records(run: RunRecords) -> list[tuple[Record, float]]:
+    """The recorded steps but the first, and the milliseconds of the steps that each stands for."""
+    pairs = [
+        (step, number(step, "step_ms") * (number(step, "step") - number(before, "step")))
+        for before, step in pairwise(run.steps)
+    ]
+    return [(step, time_ms) for step, time_ms in pairs if time_ms > 0]
 
 
 def epoch_per_s(run: RunRecords) -> float:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from itertools import pairwise
 from statistics import mean
 
 from ..monitoring.records import PARTS_OF_TIME
 from ..monitoring.run_files import RunRecords, number, numbers, part
 from ..monitoring.tail import Record
-from .measures import CAUSES, rank_idle, stage_times, step_times
+from .measures import CAUSES, rank_idle, stage_times, step_times, times_of_records
 
 
 def parts_of(run: RunRecords) -> dict[str, float]:
@@ -45,10 +44,8 @@ def _parts_over_phases(run: RunRecords) -> dict[str, float]:
     """`parts_of` a run whose stages change: the mean over its recorded steps but the first, each by
     the time that it stands for. What a rank waits for another one's data is waiting here."""
     sums: Counter[str] = Counter()
-    for before, record in pairwise(run.steps):
-        time_ms = number(record, "step_ms") * (number(record, "step") - number(before, "step"))
-        if time_ms > 0:
-            sums.update({name: share * time_ms for name, share in _parts_of_step(record).items()})
+    for record, time_ms in times_of_records(run):
+        sums.update({name: share * time_ms for name, share in _parts_of_step(record).items()})
     whole = sum(sums.values())
     return {name: share / whole for name, share in sums.items()} if whole else {}
 
