@@ -183,7 +183,7 @@ class _TimeColumn(TimeRemainingColumn):
 
 def _measures(record: StepRecord, width: int) -> str:
     """The figures of a step; those that a narrow terminal has no room for are left out."""
-    norm = record.grad_norm
+    norm, hits = record.grad_norm, record.cache_hits
     figures = {
         "loss": f"loss {write_loss(record.loss)}",
         "norm": f"grad {norm:.2f}" if norm is not None else "",
@@ -192,8 +192,18 @@ def _measures(record: StepRecord, width: int) -> str:
         "ms": write_ms(record.step_ms),
         "idle": f"idle {write_share(record.idle_share)}",
         "frozen": f"frozen {record.frozen[0]} of {record.frozen[1]}" if record.frozen else "",
+        "cached": f"cached {write_share(hits)}" if hits is not None else "",
     }
-    for name in ("", "ms", "lr", "norm", "idle", "frozen", "rate"):  # the least important first
+    for name in (
+        "",
+        "ms",
+        "lr",
+        "norm",
+        "idle",
+        "cached",
+        "frozen",
+        "rate",
+    ):  # the least important first
         figures.pop(name, None)
         line = "  ".join(filter(None, figures.values()))
         if len(line) <= width:

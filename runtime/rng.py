@@ -126,22 +126,24 @@ class GeneratorState:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Inside, the device's own generator continues from this state."""
-        outside = self._current()
+        outside = generator_state(self.device, self.numbers)
         self._set(self.state)
         try:
             yield
-            self.state = self._current()
+            self.state = generator_state(self.device, self.numbers)
         finally:
             self._set(outside)
-
-    def _current(self) -> Tensor:
-        return _joined(_get_state(self.device), number_state() if self.numbers else None)
 
     def _set(self, state: Tensor) -> None:
         if self.numbers:
             set_number_state(state[-NUMBER_STATE_BYTES:])
             state = state[:-NUMBER_STATE_BYTES]
         _set_state(self.device, state)
+
+
+def generator_state(device: torch.device, numbers: bool) -> Tensor:
+    """The current state of a device's generator, with `numbers` also of Python's and NumPy's."""
+    return _joined(_get_state(device), number_state() if numbers else None)
 
 
 def _joined(state: Tensor, numbers: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ from ..plan.plan import Plan, verify_evaluates
 from ..staleness import METHODS, parse
 from ..staleness.protocol import Staleness
 from .batch_layout import StepBatch
+from .learning_options import NO_CACHE
 from .settings import RunConfig, Settings, SettingsError
 
 
@@ -25,12 +26,18 @@ def resolve_freezing(
     Raises SettingsError and FreezeError for options that do not fit each other or the model.
     """
     if settings.freeze is None:
-        for name in ("freeze_every", "freeze_most"):
-            if (value := getattr(settings, name)) is not None:
+        for name in ("freeze_every", "freeze_most", "cache"):
+            if (value := getattr(settings, name)) not in (None, NO_CACHE):
                 raise SettingsError(
                     f"{typed(name, value)}, but nothing is frozen.", "--freeze schedule:1/3"
                 )
         return {}
+    if settings.compile and settings.cache != NO_CACHE:
+        raise SettingsError(
+            f"--cache {settings.cache} leaves out blocks, which --compile has made one program of "
+            "with the rest of the stage.",
+            "Leave one of them out.",
+        )
     freeze = in_full(settings.freeze)
     _check_depths(freeze, settings.freeze_most, plan)
     _check_evaluated_weights(settings, staleness)

@@ -8,7 +8,7 @@ from functools import partial
 from ..freezing.events import EPOCH
 from ..freezing.rules import FORM as FREEZING_FORM
 from ..freezing.rules import WORDS as FREEZING_RULES
-from ..limits import Choice, Either, Flag, ListOf, Number, Text, Whole, form, path
+from ..limits import Choice, Either, Flag, ListOf, Number, Text, Whole, bytes_of, form, path
 from ..optimizers.facts import OPTIMIZERS, defaults_in_words, in_words, that_take
 from ..options import option, required
 from ..schedule.asynchronous import DEFAULT_CAP
@@ -31,6 +31,13 @@ _schedules = partial(option, group=SCHEDULE)
 _asynchronous = partial(option, group=ASYNCHRONOUS)
 _data = partial(option, group=DATA)
 _learns = partial(option, group=OPTIMIZER)
+
+AUTO_CACHE, NO_CACHE = "auto", "off"
+
+
+def _is_cache(text: str) -> bool:
+    return text in (AUTO_CACHE, NO_CACHE) or bool(bytes_of(text))
+
 
 CODE = Text("FILE.py:FUNCTION", "mine.py:make", form(r"(?s).+:[A-Za-z_]\w*"))
 _SCHEDULE = replace(
@@ -313,6 +320,14 @@ class LearningOptions:
         Whole(0, 10**6, 8),
         "Most blocks that --freeze may freeze. [default: all, or all but the last if nothing "
         "follows the blocks]",
+    )
+    cache: str = _learns(
+        NO_CACHE,
+        Text("auto, off or a memory size such as 2GiB", "2GiB", _is_cache),
+        "Keep what frozen blocks compute of each sample, instead of computing it each time: at "
+        "most so many bytes on each host (2GiB), or auto for half of the free disk and only while "
+        "loading takes less time than computing (see docs/cache.md).",
+        changes_losses=False,
     )
     elastic: bool = _learns(
         False,

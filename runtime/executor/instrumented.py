@@ -26,17 +26,21 @@ from ..staleness.weight_versions import IsFinal, LedgerEntry
 from ..transports.protocol import GENERATOR_STATE
 from .weight_binding import Gap
 
-_Computing = Literal["F", "B", "W", "S", "norm"]
+_Computing = Literal["F", "B", "W", "S", "norm", "cache"]
 Kind = Literal[
     _Computing, "data", "receive", "send", "taken", "meet", "exchange", "writing", "other"
 ]
 
-COMPUTING: tuple[Kind, ...] = ("F", "B", "W", "S", "norm")
+COMPUTING: tuple[Kind, ...] = ("F", "B", "W", "S", "norm", "cache")
 
 PURPOSES = ("activation", "gradient", "generator state", "tied", "replicas")
 """The purposes of the bytes that a rank sends in its steps: tensors between stages and their
 gradients, the state of random generators that travels with them, and gradients of tied parameters
 and of replicas."""
+
+CACHE_ASKED, CACHE_HITS, CACHE_BYTES = CACHE_FIGURES = ("asked", "hits", "taken_bytes")
+"""The micro-batches that a cache was asked for, those of them that it had, and the bytes that it
+has taken on this host since."""
 
 _PURPOSE_OF = {"activation": "activation", "gradient": "gradient", "shared gradient": "tied"}
 """Kind of a channel -> the purpose of its bytes; checksums are sent once, before the first step."""
@@ -79,6 +83,7 @@ class Activity(NamedTuple):
 
     - F, B, W, S: the action `subject`
     - norm: the norm of a stage's gradients before the optimizer steps
+    - cache: loading and keeping what a stage's frozen blocks have computed
     - data: reading micro-batch `index`, or the samples that `subject` names
     - receive: waiting for a message
     - send: handing a message to the transport
@@ -118,6 +123,8 @@ class Activity(NamedTuple):
                 return f"takes the norm of gradients {stage}"
             if self.kind == "S":
                 return f"is in the optimizer step {stage}"
+            if self.kind == "cache":
+                return f"uses the cache for micro-batch {self.index} {stage}"
             return f"is in {_WORDS[self.kind]} of micro-batch {self.index} {stage}"
         if isinstance(self.subject, StageMessage):
             message = self.subject.describe(self.index)
@@ -173,6 +180,7 @@ class Activities:
     numbers, step: the numbers of the segment's micro-batches, and its first step.
     spans: the finished activities, if recorded.
     sent: the bytes sent since the last `take_sent`, by purpose.
+    cached: the figures of a cache since the last `take_cached`, as in CACHE_FIGURES.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -180,6 +188,7 @@ class Activities:
         self.numbers, self.step = Numbering(), 1
         self.spans: list[Span] | None = None
         self.sent: Counter[str] = Counter()
+        self.cached: Counter[str] = Counter()
         self._clock = clock
         self._open: list[tuple[Activity, float]] = []
         self._spent: Spent = {}
@@ -222,6 +231,11 @@ class Activities:
         """The bytes sent since the last call, by purpose."""
         sent, self.sent = self.sent, Counter()
         return sent
+
+    def take_cached(self) -> Counter[str]:
+        """The figures of a cache since the last call."""
+        cached, self.cached = self.cached, Counter()
+        return cached
 
     def _charge(self) -> float:
         """Adds the time since the last call to the innermost activity."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ from .precision import FULL, Precision
 from .recompute import Buffers, ChangedParameters, MiniBatchNorm, WrittenArguments, nothing_saved
 from .run import LossOf, Values, where_in_stage
 from .split_backward import SplitBackward
+
+Call = Callable[[tuple[Tensor, ...]], Any]
+"""Arguments of a module -> its result."""
 
 
 class StageError(AsyncPipeError):
@@ -94,6 +98,9 @@ class Stage:
 
     A stage without the loss whose outputs need no gradient has no backward: it keeps nothing and
     never recomputes.
+
+    around: makes the module's result from the arguments and the call, which may run in part; None
+        for the call itself
     """
 
     def __init__(
@@ -115,6 +122,7 @@ class Stage:
         self.precision = precision
         self.grad_inputs = tuple(b.tensor.name for b in spec.receives if b.tensor.requires_grad)
         self._grad_outputs = tuple(b.tensor.name for b in spec.sends if b.tensor.requires_grad)
+        self.around: Callable[[tuple[Tensor, ...], Call], Any] | None = None
         self._batch_norm = batch_norm
         self._loss_seed = loss_seed
         self.has_backward = loss_of is not None or bool(self._grad_outputs)
@@ -295,10 +303,9 @@ class Stage:
         """The module's outputs by name and the loss; `buffers` stand in for the module's own."""
         with generator.drawing() if generator else nullcontext(), self.precision.computing():
             arguments = tuple(map(self.precision.argument, forward_inputs.arguments))
+            call = partial(self._call, {**(forward_inputs.weights or {}), **(buffers or {})})
             with self._written.guarded(arguments) as arguments:
-                result = self._call(
-                    {**(forward_inputs.weights or {}), **(buffers or {})}, arguments
-                )
+                result = self.around(arguments, call) if self.around else call(arguments)
             outputs = self.spec.named_outputs(result)
             return outputs, self._loss(forward_inputs, outputs)
 

@@ -11,9 +11,11 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
+from ..executor.stage import Stage
 from ..plan.plan import Plan
 from .block_outputs import observed, places_of
 from .blocks import FreezeError, blocks_of
+from .cache import Cache
 from .plasticity import Similarities
 from .rules import GRADNORM, PLASTICITY, Progress, Rule
 from .stages import Builds, check_modes, freeze_stage, plan_at
@@ -108,6 +110,10 @@ class Freezing:
         first, last = self.blocks.paths[0], self.blocks.paths[depth - 1]
         names = first if depth == 1 else f"{first} to {last}"
         return f"{depth} of {len(self.blocks)} blocks" + (f" ({names})" if depth else "")
+
+    def attach(self, cache: Cache, stages: Mapping[int, Stage], plan: Plan) -> None:
+        """Lets stages use a cache; `plan` is the one at this depth."""
+        cache.attach(stages, plan, self.blocks, self.progress.depth, self._builds)
 
     def apply(self) -> Plan:
         """Freezes the stages as far as the progress says; returns the plan at this depth."""

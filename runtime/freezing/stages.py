@@ -108,9 +108,7 @@ def _frozen_modules(
 ) -> Iterator[nn.Module]:
     if not depth:
         return
-    returning = [boundary.tensor.requires_grad for boundary in (*spec.sends, *spec.receives)]
-    trains = any(parameter.requires_grad for parameter in module.parameters())
-    if not trains and not any(returning) and any(True for _ in spec.sends):
+    if is_whole(module, spec):
         yield from module.modules()
         return
     parts = list(module.named_modules())
@@ -128,6 +126,13 @@ def _frozen_modules(
         has_trained = any(parameter.requires_grad for parameter in part.parameters())
         if not has_trained and not _is_within(path, blocks.paths[depth:]):
             yield part
+
+
+def is_whole(module: nn.Module, spec: StageSpec) -> bool:
+    """True for a stage without anything that trains, neither in it nor before it."""
+    returning = [boundary.tensor.requires_grad for boundary in (*spec.sends, *spec.receives)]
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    return not trains and not any(returning) and len(spec.sends) > 0
 
 
 def check_modes(modules: Mapping[int, nn.Module], blocks: Blocks, most: int) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ..distributed.process_groups import World
 from ..errors import TransportError
-from ..executor.instrumented import COMPUTING, PURPOSES, Kind, Spent
+from ..executor.instrumented import CACHE_FIGURES, COMPUTING, PURPOSES, Kind, Spent
 from ..executor.weight_binding import Gap
 from ..schedule.asynchronous import Delays
 from ..staleness.weight_versions import LedgerEntry
@@ -58,6 +58,7 @@ class RankFigures:
         step, by reason.
     summed: the elements of its gradients that were summed over replicas; 0 on all but the first of
         several replicas.
+    asked, hits, taken_bytes: the figures of a cache since its last step, as in CACHE_FIGURES.
     sent: the bytes that it sent since its last step, by purpose as in PURPOSES.
     stage_s: seconds since its last step in actions of each kind and stage, by kind as in COMPUTING.
     """
@@ -83,6 +84,9 @@ class RankFigures:
     exchange_s: float = 0.0
     writing_s: float = 0.0
     summed: float = 0.0
+    asked: float = 0.0
+    hits: float = 0.0
+    taken_bytes: float = 0.0
     sent: tuple[float, ...] = (0.0,) * len(PURPOSES)
     stage_s: tuple[float, ...] = ()
 
@@ -98,6 +102,11 @@ class RankFigures:
     @property
     def wall_s(self) -> float:
         return self.busy_s + self.idle_s
+
+    def caching(self, cached: Mapping[str, int]) -> RankFigures:
+        """The same with the figures of a cache."""
+        asked, hits, taken_bytes = (cached.get(name, 0) for name in CACHE_FIGURES)
+        return replace(self, asked=asked, hits=hits, taken_bytes=taken_bytes)
 
     def to_list(self) -> list[float]:
         return [*astuple(self)[:_NAMED], *self.sent, *self.stage_s]

@@ -55,7 +55,8 @@ from ..schedule.simulate import ActionCosts, Timeline, simulate
 class RankTime:
     """One rank's time in one optimizer step, on average, in milliseconds.
 
-    stage_ms: computation by kind of action (F, B, W, S; norm is part of a step) and stage.
+    stage_ms: computation by kind of action (F, B, W, S; norm is part of a step, cache of a forward)
+        and stage.
     waiting_ms, sending_ms, data_ms, overhead_ms, exchange_ms, writing_ms: idle time by reason.
     """
 
@@ -172,6 +173,9 @@ def measured_costs(times: Sequence[RankTime], schedule: Schedule) -> ActionCosts
     def steps_ms(stage: int) -> float:
         return mean("S", stage) + total_ms("norm", stage) / counted.get(("S", stage), 1.0)
 
+    def cache_ms(stage: int) -> float:
+        return total_ms("cache", stage) / counted.get(("F", stage), 1.0)
+
     weight = tuple(mean("W", stage) for stage in stages)
     backward = []
     for stage in stages:
@@ -182,7 +186,7 @@ def measured_costs(times: Sequence[RankTime], schedule: Schedule) -> ActionCosts
         )
         backward.append(mean("B", stage) + weight[stage] * (in_two / in_all if in_all else 0.0))
     return ActionCosts(
-        tuple(mean("F", stage) for stage in stages),
+        tuple(mean("F", stage) + cache_ms(stage) for stage in stages),
         tuple(backward),
         tuple(steps_ms(stage) for stage in stages),
         weight_ms=weight,

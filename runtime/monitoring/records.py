@@ -104,6 +104,9 @@ class StepRecord:
         rule reads them.
     block_distances: the distances between each block's outputs at the last two events of freezing,
         if its rule reads them; 0 for frozen blocks.
+    cache_hits: the share of the step's micro-batches for which no frozen block ran, at all stages
+        that have some; None without --cache.
+    cache_bytes: the bytes of the caches of all hosts.
     """
 
     step: int
@@ -137,6 +140,8 @@ class StepRecord:
     frozen: tuple[int, int] | None = None
     block_norms: tuple[float, ...] = ()
     block_distances: tuple[float, ...] = ()
+    cache_hits: float | None = None
+    cache_bytes: int = 0
 
     @property
     def idle_share(self) -> float:
@@ -165,6 +170,8 @@ class StepRecord:
                 del record[name]
         if self.epoch_per_s is None:
             del record["epoch_per_s"]
+        if self.cache_hits is None:
+            del record["cache_hits"], record["cache_bytes"]
         record["action_ms"] = {
             kind: [round(ms, 4) for ms in stages] for kind, stages in self.action_ms.items()
         }

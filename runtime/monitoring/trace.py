@@ -92,6 +92,8 @@ def measured_timeline(ranks: Sequence[RankTrace], steps: Iterable[int]) -> Timel
         spans = [span for span in rank.spans if span.step in wanted]
         waits = [span for span in spans if span.activity.kind in _WITHIN]
         for span in spans:
+            if span.activity.kind == "cache":  # within a forward
+                continue
             if span.activity.kind in COMPUTING and isinstance(span.activity.subject, Action):
                 for start_s, end_s in _without(span, waits):
                     event = Event(rank.rank, span.activity.subject, 1e3 * start_s, 1e3 * end_s)

@@ -191,7 +191,7 @@ def stage_times(run: RunRecords) -> list[StageTimes]:
     """The times of every stage: medians over the recorded steps."""
     predicted = part(run.start, "predicted")
     forward, backward = numbers(predicted, "forward_ms"), numbers(predicted, "backward_ms")
-    measured = {kind: _usual_of_stages(run, kind) for kind in "FBWS"}
+    measured = {kind: usual_of_stages(run, kind) for kind in "FBWS"}
     stages = max(len(forward), *(len(times) for times in measured.values()))
 
     def at(values: Sequence[float], stage: int) -> float:
@@ -279,7 +279,8 @@ def _known_numbers(record: Record, names: Sequence[str]) -> dict[str, float]:
     return {name: value for name, value in pairs if not math.isnan(value)}
 
 
-def _usual_of_stages(run: RunRecords, kind: str) -> list[float]:
+def usual_of_stages(run: RunRecords, kind: str) -> list[float]:
+    """The milliseconds of an action of a kind at each stage: medians over the recorded steps."""
     rows = [numbers(part(record, "action_ms"), kind) for record in run.steps[1:] or run.steps]
     return _medians(rows)
 
@@ -304,6 +305,8 @@ _TITLES = {
     "frozen_blocks": "Frozen blocks",
     "block_norms": "Gradients between two events of freezing, of each block",
     "block_distances": "Change of outputs, relative to the largest one, of each block",
+    "cache_hits": "Share of micro-batches that the cache had",
+    "cache_bytes": "Bytes of the cache",
 }
 
 

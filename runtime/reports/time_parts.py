@@ -10,12 +10,20 @@ from statistics import mean
 from ..monitoring.records import PARTS_OF_TIME
 from ..monitoring.run_files import RunRecords, number, numbers, part
 from ..monitoring.tail import Record
-from .measures import CAUSES, rank_idle, stage_times, step_times, times_of_records
+from .measures import (
+    CAUSES,
+    rank_idle,
+    stage_times,
+    step_times,
+    times_of_records,
+    usual_of_stages,
+)
 
 
 def parts_of(run: RunRecords) -> dict[str, float]:
-    """The shares of the ranks' time in forwards, backwards and the optimizer, in exchanges between
-    replicas, in waiting (bubble, imbalance, communication), for data, and in the rest."""
+    """The shares of the ranks' time in forwards, backwards and the optimizer, in a cache if there
+    is one, in exchanges between replicas, in waiting (bubble, imbalance, communication), for data,
+    and in the rest."""
     if run.config.get("elastic"):
         return _parts_over_phases(run)
     step, times, idle = step_times(run).measured, stage_times(run), rank_idle(run)
@@ -29,6 +37,8 @@ def parts_of(run: RunRecords) -> dict[str, float]:
         "optimizer": of_rank * sum(each.optimizer_ms for each in times),
     }
     causes = {name: mean(rank.parts.get(name, 0.0) for rank in idle) for name in CAUSES}
+    if cache_ms := sum(usual_of_stages(run, "cache")):
+        parts["cache"] = micro_batches * of_rank * cache_ms
     parts["exchange"] = causes["exchange"]
     parts["waiting"] = sum(causes[name] for name in ("bubble", "imbalance", "communication"))
     parts["data"] = causes["data"]
@@ -52,19 +62,20 @@ def _parts_over_phases(run: RunRecords) -> dict[str, float]:
 
 def _parts_of_step(record: Record) -> Mapping[str, float]:
     actions, busy = part(record, "action_ms"), numbers(record, "busy_shares")
-    of_kind = {kind: sum(numbers(actions, kind)) for kind in "FBWS"}
-    computing_ms, stages = of_kind["F"] + of_kind["B"] + of_kind["W"], len(numbers(actions, "F"))
+    of_kind = {kind: sum(numbers(actions, kind)) for kind in (*"FBW", "cache")}
+    computing_ms, stages = sum(of_kind.values()), len(numbers(actions, "F"))
     if not (busy and computing_ms):
         return {}
     share = {name: mean(numbers(record, f"{name}_shares") or (0.0,)) for name in PARTS_OF_TIME}
     copies = sum(each > 0 for each in busy) / stages  # of each stage
     step_ms = number(record, "step_ms") * len(busy)
-    optimizer = min(share["busy"], copies * of_kind["S"] / step_ms)
+    optimizer = min(share["busy"], copies * sum(numbers(actions, "S")) / step_ms)
     computing = (share["busy"] - optimizer) / computing_ms
     return {
         "forward": computing * of_kind["F"],
         "backward": computing * (of_kind["B"] + of_kind["W"]),
         "optimizer": optimizer,
+        **({"cache": computing * of_kind["cache"]} if of_kind["cache"] else {}),
         "exchange": share["exchange"],
         "waiting": share["waiting"] + share["sending"],
         "data": share["data"],

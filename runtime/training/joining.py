@@ -55,6 +55,7 @@ class PipelineKeywords(TypedDict, total=False):
     freeze: str | None
     freeze_every: int | str | None
     freeze_most: int | None
+    cache: str
     clip: float | None
     clip_by: str | None
     batch_norm: str

@@ -34,7 +34,7 @@ from .checkpointing import (
 from .remeasure import Remeasuring
 from .run_summary import report_end
 from .sample_trainer import StageTrainer, check_tokens
-from .setup import Setup, write_schedule
+from .setup import Setup, news_of_caches, write_schedule
 from .stages import describe_phase
 from .step_records import Watch
 
@@ -165,7 +165,13 @@ class Run:
             self._stop(steps_made)
         return None
 
+    def _tell_of_cache(self) -> None:
+        """Notes what the caches of all ranks have to tell."""
+        for text in news_of_caches(self._setup):
+            self._note("cache", text)
+
     def _close(self) -> None:
+        self._tell_of_cache()
         with self._activities.during(Activity("meet", "the metrics of all steps")):
             self._gather.finish()
         self._executor.close()
@@ -209,6 +215,7 @@ class Run:
             self._has_next = stages.take_note(event)
             self._show_frozen()
             return
+        self._tell_of_cache()
         with self._activities.during(Activity("other", "freezes blocks")):
             has_changed = stages.freeze(event, step)
         self._show_frozen()
@@ -259,6 +266,8 @@ class Run:
         difference = self._compare_shared()
         if self._config.has_network:
             self._save_weights()
+        if setup.cache is not None:
+            self._note("cache", setup.cache.describe())
         report_end(
             setup,
             self._steps.current,
@@ -415,6 +424,7 @@ class Run:
 
     def _evaluate(self, step: int) -> None:
         self._drain(step)
+        self._tell_of_cache()
         if not self._evaluation.batch.count:
             return
         self._evaluated = self._evaluation(self._executor, step)

@@ -264,6 +264,7 @@ def next_phase(setup: Setup, handed_over: FoundCheckpoint) -> Setup:
         reporter=setup.reporter,
         on_step=setup.on_step,
     )
+    following = replace(following, cache=setup.cache)
     if setup.reporter is not None:
         write_schedule(job.folder, following.schedule)
         setup.reporter.on_note("phase", describe_phase(following))

@@ -56,7 +56,7 @@ from .joining import PipelineKeywords, joined_job, own_world
 from .own_optimizer import OwnOptimizer
 from .own_state import full_state, load_own, loop_facts, save_own
 from .replica_gradients import first_buffers
-from .setup import agree
+from .setup import agree, with_cache
 from .stages import TrainedStages
 
 _NUMBERS = count()
@@ -98,7 +98,7 @@ class Pipeline(TrainedStages):
         self._number = next(_NUMBERS)
         board = SharedStore(world, f"pipeline {self._number}")
         given = None if isinstance(loss, str) else loss
-        setup = agree(job, world, Activities(), board, criterion=given)
+        setup = with_cache(agree(job, world, Activities(), board, criterion=given))
         self._calls = Calls(world, board, job.config.patience_s)
         self._own = None if "optimizer" in options else OwnOptimizer()
         super().__init__(setup, self._made_step, own=self._own)

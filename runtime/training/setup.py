@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from ..checkpoint.resuming import candidates, keep_records_until
 from ..checkpoint.storage import check_exportable
 from ..config.batch_layout import StepBatch
 from ..config.execution_options import LEFT_OUT, ExecutionOptions
-from ..config.learning_options import BATCH
+from ..config.learning_options import AUTO_CACHE, BATCH, NO_CACHE
 from ..config.mixed_precision import find_boundary_dtypes
 from ..config.resolve import costs_at_sizes, gpu_of_rank, sized_plan
 from ..config.segments import make_segment
@@ -31,6 +32,9 @@ from ..executor.instrumented import Activities, Activity
 from ..executor.mailbox import plan_channels
 from ..executor.precision import AS_PLANNED, BoundaryDtypes
 from ..executor.run import Criterion, needed_inputs
+from ..freezing.arena import open_arena
+from ..freezing.cache import Cache
+from ..limits import bytes_of
 from ..monitoring.diagnostics import wait_for_debugger
 from ..monitoring.records import Reporter
 from ..monitoring.run_files import METRICS
@@ -53,6 +57,8 @@ from ..transports.protocol import Transport
 from .batches import Data, evaluation_warning, open_data, prepare_data
 from .checkpointing import check_model, check_steps
 from .run_summary import announce, describe_data, forecast_run
+
+_NEWS_BYTES = 1000
 
 
 def agree_on_transport(world: World, options: ExecutionOptions, device: str) -> TransportChoice:
@@ -200,6 +206,7 @@ class Setup:
     on_step: called with every step that this rank completes.
     activities, board: the record of this rank's activities, and the shared store.
     criterion: the loss function, where the caller has given one and no name of one.
+    cache: what frozen blocks have computed; None without --cache.
     """
 
     job: Job
@@ -216,6 +223,7 @@ class Setup:
     activities: Activities
     board: SharedStore
     criterion: Criterion | None = None
+    cache: Cache | None = None
 
     @property
     def start(self) -> int:
@@ -262,6 +270,7 @@ def set_up(
     setup = agree(
         job, world, activities, board, checkpoint=checkpoint, reporter=reporter, on_step=on_step
     )
+    setup = with_cache(setup)
     schedule, data = setup.schedule, setup.data
     if reporter is None:
         return setup
@@ -324,6 +333,31 @@ def agree(
         board,
         criterion,
     )
+
+
+def with_cache(setup: Setup) -> Setup:
+    """The setup with the cache that the options ask for, which shares a file with those of the
+    other ranks of its host. Collective. Raises FreezeError where no such file can be made."""
+    config, world, activities = setup.job.config, setup.world, setup.activities
+    if config.cache == NO_CACHE:
+        return setup
+    is_auto = config.cache == AUTO_CACHE
+    size = None if is_auto else bytes_of(config.cache)
+    folder = None if config.data == GIVEN else setup.job.folder
+    with activities.during(Activity("meet", "the file of the cache")):
+        arena = open_arena(folder, size, world.rank, world.gathered)
+    return replace(setup, cache=Cache(arena, activities, is_auto))
+
+
+def news_of_caches(setup: Setup) -> list[str]:
+    """What the caches of all ranks have to tell, each once. Collective."""
+    if (cache := setup.cache) is None:
+        return []
+    own = "\n".join(cache.news()).encode()[:_NEWS_BYTES].ljust(_NEWS_BYTES)
+    with setup.activities.during(Activity("meet", "the news of caches")):
+        texts = setup.world.gathered(own)
+    lines = (text.decode(errors="ignore").strip().splitlines() for text in texts)
+    return list(dict.fromkeys(chain.from_iterable(lines)))
 
 
 def _prepare_together(job: Job, world: World, activities: Activities) -> None:

@@ -75,6 +75,7 @@ class TrainedStages:
         freezing reads them.
     probe: the micro-batch for which the outputs of blocks are compared, if the rule reads them; who
         trains with the stages sets it.
+    cache: what frozen blocks have computed; None without --cache.
 
     Arguments:
     report: called with the metrics of a step once all stages of the rank have made it.
@@ -99,6 +100,7 @@ class TrainedStages:
         self._forward_like = setup.schedule
         self._squares: dict[int, Tensor | float] = {}
         self.freezing = _freezing_of(setup, self.modules)
+        self.cache = setup.cache
         if self.freezing is not None and self.freezing.progress.depth:
             self._set_plan(self.freezing.apply())
         world = self._world
@@ -109,7 +111,7 @@ class TrainedStages:
             self.modules,
             self.config,
             world,
-            report,
+            lambda figures: report(figures.caching(setup.activities.take_cached())),
             lr_scale=self.executor.lr_scale,
             activities=setup.activities,
             gradient_group=setup.gradient_group,
@@ -164,6 +166,8 @@ class TrainedStages:
         if self.freezing is None or FREEZING not in state:
             return
         self.freezing.restore(Progress.of(state[FREEZING]))
+        if self.cache is not None:
+            self.cache.forget()
         self._narrow(step)
         self.probe = None
         if state[PROBE]:
@@ -181,6 +185,8 @@ class TrainedStages:
         self.plan = plan
         self.executor.narrow(_exchanged(plan, self.config))
         self._schedules = {}
+        if self.cache is not None and self.freezing is not None:
+            self.freezing.attach(self.cache, self.executor.stages, plan)
 
     def set_probe(self, values: Mapping[str, Tensor]) -> None:
         """Compares the outputs of blocks for a micro-batch of these values, if the rule reads them

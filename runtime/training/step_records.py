@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ..data.streams import UNKNOWN_LENGTH
-from ..executor.instrumented import COMPUTING, PURPOSES, Activity, Kind
+from ..executor.instrumented import CACHE_BYTES, CACHE_FIGURES, COMPUTING, PURPOSES, Activity, Kind
 from ..monitoring.gather import Gather, RankFigures
 from ..monitoring.idle import RankTime
 from ..monitoring.records import PARTS_OF_TIME, Pace, Reporter, StalenessSummary, StepRecord
@@ -66,6 +66,7 @@ class Watch:
         self.frozen: tuple[int, int] | None = None
         self.block_norms: tuple[float, ...] = ()
         self.block_distances: tuple[float, ...] = ()
+        self._cache = setup.cache
 
     def poll(self) -> None:
         """Reports every step for which all ranks have sent their metrics."""
@@ -135,6 +136,9 @@ class Watch:
 
     def _take(self, figures: list[RankFigures]) -> None:
         self._interval.append(figures)
+        if self._cache is not None:
+            for name in CACHE_FIGURES:
+                self._cache.totals[name] += int(sum(getattr(rank, name) for rank in figures))
         self.step = step = int(figures[0].step)
         is_first = step == self._batch.first_step + 1
         if not is_first or self._config.steps == step:
@@ -196,6 +200,8 @@ class Watch:
             frozen=self.frozen,
             block_norms=self.block_norms,
             block_distances=self.block_distances,
+            cache_hits=_share_of_hits(figures),
+            cache_bytes=self._cache.totals[CACHE_BYTES] if self._cache else 0,
         )
 
     def _action_ms(self) -> dict[str, tuple[float, ...]]:
@@ -218,7 +224,7 @@ class Watch:
             times = by_rank(stage, "S", "norm")
             return sum(times) / max(1, sum(ms > 0 for ms in times)) / len(interval)
 
-        kinds: tuple[Kind, ...] = ("F", "B", "W", "S")
+        kinds: tuple[Kind, ...] = ("F", "B", "W", "S", "cache")
         times_of_kind = {
             kind: tuple(of_one(kind, stage) for stage in range(stages)) for kind in kinds
         }
@@ -241,6 +247,11 @@ def sent_of(figures: Sequence[RankFigures]) -> dict[str, int]:
     by_purpose = zip(*(rank.sent for rank in figures), strict=True)
     totals = zip(PURPOSES, map(sum, by_purpose), strict=True)
     return {name: int(total) for name, total in totals if total}
+
+
+def _share_of_hits(figures: Sequence[RankFigures]) -> float | None:
+    asked = sum(rank.asked for rank in figures)
+    return round(sum(rank.hits for rank in figures) / asked, 4) if asked else None
 
 
 def _with_delays(before: StalenessSummary, figures: Sequence[RankFigures]) -> StalenessSummary:

@@ -17,7 +17,7 @@ from asyncpipe.runtime.experiments.strategies import read_strategies
 from asyncpipe.runtime.experiments.sweep import check_finished, plan_sweep, run_sweep
 from asyncpipe.runtime.experiments.swept_runs import OUT_OF_MEMORY, advice, tables_of
 from asyncpipe.runtime.monitoring.run_files import read_run
-from asyncpipe.runtime.reports.measures import parts_of
+from asyncpipe.runtime.reports.time_parts import parts_of
 from asyncpipe.tests.support.models.hand_folders import write_mlp
 from asyncpipe.tests.support.processes.quick_python import bin_folder
 

@@ -49,6 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"freeze": "plasticity", "micro_batch_size": 1},
             "plasticity compares the samples of a micro-batch, but --micro-batch-size is 1",
         ),
+        ({"cache": "2GiB"}, "--cache 2GiB, but nothing is frozen"),
+        ({"freeze": "1=1", "cache": "auto", "compile": True}, "--cache auto leaves out blocks"),
+        ({"freeze": "1=1", "cache": "much"}, "--cache much is not"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

@@ -1,0 +1,439 @@
+"""A stage with frozen blocks -> the same stage, which computes them once for each sample.
+
+A sample is known by the content of its rows in the stage's inputs: by nothing that data, order,
+replicas or ranks would have to agree on. What the rest of the stage reads of the frozen blocks
+(`reads.py`) is kept in the arena. If all samples of a micro-batch are there, the blocks do not run:
+each returns what was kept, and for what nobody reads a tensor without meaning. Where the samples
+were kept when fewer blocks were frozen, only the blocks after these run.
+
+The first micro-batch at a depth is computed, and its blocks once more with its samples at other
+places: if a kernel's last bits depend on the place of a sample or on the other samples, these are
+part of its key. So results are equal to the last bit with and without a cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..executor.instrumented import CACHE_ASKED, CACHE_BYTES, CACHE_HITS, Activities, Activity
+from ..executor.run import in_eval_mode
+from ..formatting import write_ms
+from ..plan.plan import Plan, StageSpec
+from ..rng import GeneratorState, generator_state
+from ..schedule.schedule import Action
+from .arena import KEY_BYTES, Arena, Entry
+from .reads import Leaf, NotCachedError, StageReads, replaced
+from .sites import Form, Site, Writing, bytes_by_sample
+
+Call = Callable[[tuple[Tensor, ...]], Any]
+"""Runs the stage's module."""
+_OF_SAMPLE, _OF_PLACE, _OF_BATCH = "sample", "place", "batch"
+"""What the last bits of a sample's values depend on: on itself alone, also on its place in the
+micro-batch, or also on the other samples."""
+_LEAST_TIMED, _MOST_TIMED = 4, 24
+"""The micro-batches that are timed to compare loading with computing."""
+
+
+_SITE_BYTES = 4
+_Forwards = dict[nn.Module, Callable[..., Any]]
+
+
+class _EnoughError(Exception):
+    """Ends a forward after its last frozen block."""
+
+
+class StageCache:
+    """Runs one stage at a depth, with what its frozen blocks have computed before.
+
+    why_not: why it computes everything; "" while it does not
+
+    Arguments:
+    origin: what the values depend on besides the stage's inputs
+    is_auto: compare the time of loading with that of computing, and give up if it is longer
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: StageSpec,
+        plan: Plan,
+        reads: StageReads,
+        arena: Arena,
+        activities: Activities,
+        *,
+        origin: object,
+        is_auto: bool,
+    ) -> None:
+        self.why_not = ""
+        self._module, self._spec, self._reads = module, spec, reads
+        self._arena, self._activities, self._is_auto = arena, activities, is_auto
+        self._parts = {number: module.get_submodule(path) for number, path in reads.paths.items()}
+        self._frozen = [each for each in module.parameters() if not each.requires_grad]
+        specs = {tensor.name: tensor for tensor in (*plan.inputs, *plan.values)}
+        self._inputs = [specs[name] for name in spec.inputs]
+        self._shapes = [tensor.resolve(plan.sizes) for tensor in self._inputs]
+        self._read: list[int] = []
+        self._samples = plan.sizes["batch"]
+        self._of_model = {tensor.name for tensor in plan.inputs}
+        self._origin = origin
+        self._device = torch.device("cpu")
+        self._scope = _OF_SAMPLE
+        self._versions: list[int] = []
+        self._changes = 0
+        self._returned: dict[int, tuple[list[Any], Any]] = {}
+        self._forms: dict[Leaf, Form] = {}
+        self._constants: dict[Leaf, Tensor] = {}
+        self._stand_ins: dict[Leaf, Tensor] = {}
+        self._sites: dict[int, Site | None] = {}
+        self._target: Site | None = None
+        self._load_s: list[float] = []
+        self._compute_s: list[float] = []
+
+    def __call__(self, arguments: tuple[Tensor, ...], call: Call) -> Any:
+        """The result of a call of the module with these arguments."""
+        if self.why_not or [tuple(each.shape) for each in arguments] != self._shapes:
+            return call(arguments)
+        self._activities.cached[CACHE_ASKED] += 1
+        if self._target is None or self._versions != [each._version for each in self._frozen]:
+            return self._first(arguments, call)
+        begin_s = self._clock()
+        with self._loading(), self._arena.reading():
+            keys = self._keys(arguments)
+            entries = [self._arena.find(key) for key in keys]
+            start = self._common(entries)
+            places = [entry.place for entry in entries if entry is not None]
+            values = start.load(self._arena, places, self._device) if start is not None else {}
+        load_s = self._clock() - begin_s
+        if start is not self._target:
+            writing = Writing(self._arena, self._target, keys, entries)
+            return self._compute(arguments, call, start, values, writing, load_s)
+        self._activities.cached[CACHE_HITS] += 1
+        self._time(load_s)
+        if self._reads.outputs:
+            made = tuple(self._value(leaf, values) for leaf in self._reads.outputs)
+            return made if len(made) > 1 else made[0]
+        with replaced(self._given(start, values)):
+            return call(arguments)
+
+    def _compute(
+        self,
+        arguments: tuple[Tensor, ...],
+        call: Call,
+        start: Site | None,
+        values: Mapping[Leaf, Tensor],
+        writing: Writing,
+        load_s: float,
+    ) -> Any:
+        """Runs the blocks after `start`, and keeps what the target needs."""
+        with self._loading():
+            for leaf, value in values.items():
+                writing.write(leaf, value)
+        begin_s, compute_s = self._clock() - writing.seconds, 0.0
+
+        def follow(number: int, returned: Any) -> None:
+            nonlocal compute_s
+            compute_s = self._clock() - begin_s - writing.seconds
+            with self._loading():
+                for leaf, value in _leaves(number, returned):
+                    writing.write(leaf, value)
+
+        with replaced(self._given(start, values) | self._followed(follow, after=start)):
+            result = call(arguments)
+        if self._reads.outputs:
+            follow(self._reads.whole, result)
+        with self._loading():
+            writing.finish()
+        if start is None and writing.is_whole:
+            self._time(load_s + writing.seconds, compute_s)
+        return result
+
+    def _first(self, arguments: tuple[Tensor, ...], call: Call) -> Any:
+        """Computes everything, and learns how the frozen blocks can be left out."""
+        self._changes += bool(self._versions)
+        self._versions = [each._version for each in self._frozen]
+        self._device = arguments[0].device if arguments else self._device
+        try:
+            kept = set(self._reads.kept(self._reads.last))
+        except NotCachedError as error:
+            self.why_not = error.what
+            return call(arguments)
+        found: dict[Leaf, Tensor] = {}
+        drawing = set[str]()
+        start = state = self._generator_state()
+
+        def begin() -> None:
+            nonlocal state
+            state = self._generator_state()
+
+        def follow(number: int, returned: Any) -> None:
+            if not torch.equal(state, self._generator_state()):
+                drawing.add(self._reads.paths.get(number, "the stage"))
+            values, structure = tree_flatten(returned)
+            bare = [None if isinstance(value, Tensor) else value for value in values]
+            self._returned[number] = bare, structure
+            for leaf, value in _leaves(number, returned):
+                self._forms[leaf] = Form.of(value, self._reads.rows.get(leaf))
+                if leaf in kept or leaf in self._reads.constants:
+                    found[leaf] = value.detach().clone()
+
+        with replaced(self._followed(follow, begin)):
+            result = call(arguments)
+        if self._reads.outputs:
+            state = start
+            follow(self._reads.whole, result)
+        try:
+            if drawing:
+                raise NotCachedError(f"{min(drawing)} draws random numbers")
+            self._learn(arguments, call, found)
+        except NotCachedError as error:
+            self.why_not = error.what
+            return result
+        assert self._target is not None
+        with self._loading(), self._arena.reading():
+            keys = self._keys(arguments)
+            entries = [self._arena.find(key) for key in keys]
+            writing = Writing(self._arena, self._target, keys, entries)
+            for leaf in kept:
+                writing.write(leaf, found[leaf])
+            writing.finish()
+        return result
+
+    def _learn(
+        self, arguments: tuple[Tensor, ...], call: Call, found: Mapping[Leaf, Tensor]
+    ) -> None:
+        """Learns from what the frozen blocks have returned for these arguments."""
+        self._sites, self._stand_ins = {}, {}
+        self._constants = {leaf: found[leaf] for leaf in self._reads.constants & found.keys()}
+        target = self._site_of(self._reads.last)
+        for scope, order in _orders(self._samples).items():
+            other = tuple(
+                _reordered(argument, tensor.batch_dim, order)
+                for argument, tensor in zip(arguments, self._inputs, strict=True)
+            )
+            again = self._computed(other, call, target)
+            places = [at for at, of in enumerate(order) if scope == _OF_SAMPLE or at == of]
+            if all(
+                np.array_equal(
+                    target.forms[leaf].bytes_of(found[leaf])[order][places],
+                    target.forms[leaf].bytes_of(again[leaf])[places],
+                )
+                for leaf in target.offsets
+            ):
+                self._scope = scope
+                break
+        else:
+            self._scope = _OF_BATCH
+        self._target, self._read = target, sorted(self._reads.inputs)
+
+    def _computed(
+        self, arguments: tuple[Tensor, ...], call: Call, target: Site
+    ) -> dict[Leaf, Tensor]:
+        """What frozen blocks compute of other arguments; nothing else changes."""
+        found: dict[Leaf, Tensor] = {}
+        end = None if self._reads.outputs else max(self._parts)
+        state = GeneratorState(self._device, self._generator_state(), self._spec.draws_numbers)
+
+        def follow(number: int, returned: Any) -> None:
+            for leaf, value in _leaves(number, returned):
+                if leaf in target.forms:
+                    found[leaf] = value.detach().clone()
+            if number == end:
+                raise _EnoughError
+
+        with in_eval_mode([self._module]), state.drawing(), replaced(self._followed(follow)):
+            with suppress(_EnoughError):
+                follow(self._reads.whole, call(arguments))
+        return found
+
+    def _site_of(self, last: int) -> Site:
+        """What is kept to leave out the blocks up to one of them. Raises NotCachedError."""
+        leaves, paths = self._reads.kept(last), self._reads.paths
+        if missing := [leaf for leaf in leaves if leaf not in self._forms]:
+            raise NotCachedError(f"{paths.get(missing[0].block, 'the stage')} runs only at times")
+        forms = {leaf: self._forms[leaf] for leaf in leaves}
+        is_whole = leaves[-1].block == self._reads.whole
+        code = [type(part).forward.__code__.co_code for part in self._parts.values()]
+        of_stage = self._spec.sha256 if is_whole else ""
+        names = [(paths.get(leaf.block, ""), leaf.number, form) for leaf, form in forms.items()]
+        text = repr((names, set(code), of_stage)).encode()
+        order = 2 * (max((n for n in paths if n <= last), default=-1) + 1) + is_whole
+        digest = hashlib.blake2b(text, digest_size=_SITE_BYTES).digest()
+        return Site(order << 8 * _SITE_BYTES | int.from_bytes(digest, "big"), last, forms)
+
+    def _common(self, entries: Sequence[Entry | None]) -> Site | None:
+        """The site of all samples of a micro-batch, if they have one that is known here."""
+        numbers = {None if entry is None else entry.site for entry in entries}
+        number = numbers.pop()
+        if numbers or number is None:
+            return None
+        assert self._target is not None
+        if number == self._target.number:
+            return self._target
+        if number not in self._sites:
+            last = (number >> 8 * _SITE_BYTES) // 2 - 1
+            self._sites[number] = None
+            if last in self._returned:
+                with suppress(NotCachedError):
+                    site = self._site_of(last)
+                    self._sites[number] = site if site.number == number else None
+        return self._sites[number]
+
+    def _keys(self, arguments: tuple[Tensor, ...]) -> list[bytes]:
+        """The key of each sample."""
+        names = [self._inputs[place].name for place in self._read]
+        facts = (
+            self._origin,
+            "" if self._of_model.issuperset(names) else self._spec.sha256,
+            [
+                (name, self._shapes[at], arguments[at].dtype)
+                for name, at in zip(names, self._read, strict=True)
+            ],
+            (self._scope, torch.get_num_threads(), torch.is_grad_enabled(), self._device.type),
+            (os.getpid(), self._changes) if self._changes else (),
+        )
+        start = hashlib.blake2b(repr(facts).encode(), digest_size=KEY_BYTES)
+        of_samples = []
+        for place in self._read:
+            argument, dim = arguments[place], self._inputs[place].batch_dim
+            if dim is None:
+                start.update(bytes_by_sample(argument[None], 0, 1).data)
+            else:
+                of_samples.append(bytes_by_sample(argument, dim, self._samples))
+        if self._scope == _OF_BATCH:
+            for rows in of_samples:
+                start.update(rows.data)
+        keys = []
+        for sample in range(self._samples):
+            key = start.copy()
+            if self._scope != _OF_SAMPLE:
+                key.update(sample.to_bytes(8, "big"))
+            for rows in of_samples:
+                key.update(rows[sample].data)
+            keys.append(key.digest())
+        return keys
+
+    def _given(self, start: Site | None, values: Mapping[Leaf, Tensor]) -> _Forwards:
+        """Forwards that return what was kept, for the blocks up to that of `start`."""
+
+        def returns(number: int) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                bare, structure = self._returned[number]
+                leaves = (Leaf(number, place) for place in range(len(bare)))
+                made = [
+                    self._value(leaf, values) if leaf in self._forms else other
+                    for leaf, other in zip(leaves, bare, strict=True)
+                ]
+                return tree_unflatten(made, structure)
+
+            return forward
+
+        return {
+            part: returns(number)
+            for number, part in self._parts.items()
+            if start is not None and number <= start.last
+        }
+
+    def _value(self, leaf: Leaf, values: Mapping[Leaf, Tensor]) -> Tensor:
+        if leaf in values:
+            return values[leaf]
+        if leaf in self._constants:
+            return self._constants[leaf].clone()
+        if leaf not in self._stand_ins:
+            self._stand_ins[leaf] = self._forms[leaf].stand_in(self._device)
+        return self._stand_ins[leaf]
+
+    def _followed(
+        self,
+        follow: Callable[[int, Any], None],
+        begin: Callable[[], None] = lambda: None,
+        after: Site | None = None,
+    ) -> _Forwards:
+        """Forwards of the blocks after `after`, each of which passes its result to `follow`."""
+
+        def following(number: int, part: nn.Module) -> Callable[..., Any]:
+            own = type(part).forward
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                begin()
+                result = own(part, *args, **kwargs)
+                follow(number, result)
+                return result
+
+            return forward
+
+        return {
+            part: following(number, part)
+            for number, part in self._parts.items()
+            if after is None or number > after.last
+        }
+
+    def _time(self, load_s: float, compute_s: float | None = None) -> None:
+        """Takes note of times; gives up if loading takes longer than computing."""
+        if not self._is_timed:
+            return
+        self._load_s.append(load_s)
+        self._compute_s += [] if compute_s is None else [compute_s]
+        if min(len(self._load_s), len(self._compute_s)) >= _LEAST_TIMED:
+            load_ms, compute_ms = 1000 * median(self._load_s), 1000 * median(self._compute_s)
+            if load_ms > compute_ms:
+                self.why_not = (
+                    f"loading takes {write_ms(load_ms)} and computing {write_ms(compute_ms)} for "
+                    "a micro-batch"
+                )
+
+    @property
+    def _is_timed(self) -> bool:
+        return self._is_auto and len(self._load_s) < _MOST_TIMED
+
+    def _clock(self) -> float:
+        if self._is_timed and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
+
+    def _generator_state(self) -> Tensor:
+        return generator_state(self._device, self._spec.draws_numbers)
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        current = self._activities.now[0]
+        action = Action(self._spec.index, "F", current.index)
+        with self._activities.during(Activity("cache", action, current.index)):
+            yield
+            self._activities.cached[CACHE_BYTES] += self._arena.take_growth()
+
+
+def _leaves(number: int, returned: Any) -> Iterator[tuple[Leaf, Tensor]]:
+    """The tensors among what a block returns."""
+    for place, value in enumerate(tree_flatten(returned)[0]):
+        if isinstance(value, Tensor):
+            yield Leaf(number, place), value
+
+
+def _orders(samples: int) -> dict[str, list[int]]:
+    """What values may depend on -> samples of a micro-batch in another order that shows whether it
+    is nothing else.
+
+    >>> _orders(4)
+    {'sample': [1, 1, 0, 0], 'place': [0, 0, 2, 2]}
+    """
+    return {
+        _OF_SAMPLE: [(samples - 1 - place) // 2 for place in range(samples)],
+        _OF_PLACE: [place - place % 2 for place in range(samples)],
+    }
+
+
+def _reordered(argument: Tensor, dim: int | None, order: Sequence[int]) -> Tensor:
+    if dim is None:
+        return argument
+    return argument.index_select(dim, torch.tensor(order, device=argument.device))
