@@ -1,7 +1,8 @@
 """Elastic runs that are killed, and elastic runs with many phases.
 
 kills        a rank of a run is killed with SIGKILL at a random moment, and the run restarts its
-             ranks; its weights must be those of an undisturbed run, bit for bit
+             ranks; its weights must be those of an undisturbed run, bit for bit; one run after
+             the other with each value of --grow
 transitions  memory, open files and threads of the last stage's rank after each of 50 phases
 
 python benchmarks/elastic.py --kills 20 --transitions 50
@@ -67,6 +68,7 @@ def criterion(output, target):
         print(pages * os.sysconf("SC_PAGE_SIZE"), files, threads, file=seen)
     return cross_entropy(output, target)
 """
+GROWS = ("replicas", "batch", "off")
 TRAINED = ("--data", "model.py:data", "--micro-batches", "4", "--schedule", "1f1b", "--warmup", "0")
 
 
@@ -133,13 +135,17 @@ def steps_in(metrics: Path) -> int:
 def kills(folder: Path, number: int) -> dict[str, Any]:
     rule, steps = "schedule:1/3", 14
     partition(folder, 8, "4,2,1", rule)
-    assert start(folder, "whole", rule, steps).wait() == 0
-    expected, rows = weights(folder / "whole"), []
+    expected, made, rows = {}, {}, []
+    for grow in GROWS[:number]:
+        assert start(folder, grow, rule, steps, "--grow", grow).wait() == 0
+        expected[grow] = weights(folder / grow)
+        made[grow] = steps_in(folder / grow / "metrics.jsonl")
     for kill in range(number):
-        chosen = random.Random(kill)
+        chosen, grow = random.Random(kill), GROWS[kill % len(GROWS)]
         output = f"killed{kill}"
-        process = start(folder, output, rule, steps, "--save-every", "2", "--restarts", "3")
-        metrics, step = folder / output / "metrics.jsonl", chosen.randrange(1, steps)
+        more = ("--save-every", "2", "--restarts", "3", "--grow", grow)
+        process = start(folder, output, rule, steps, *more)
+        metrics, step = folder / output / "metrics.jsonl", chosen.randrange(1, made[grow])
         # Every second step is followed by an event, most of which are transitions.
         while process.poll() is None and steps_in(metrics) < step:
             time.sleep(0.01)
@@ -150,11 +156,11 @@ def kills(folder: Path, number: int) -> dict[str, Any]:
         if victim:
             os.kill(victim, signal.SIGKILL)
         code = process.wait(300)
-        same = code == 0 and weights(folder / output).keys() == expected.keys()
-        same = same and all(
-            tensor.equal(expected[name]) for name, tensor in weights(folder / output).items()
-        )
-        rows.append({"kill": kill, "killed": bool(victim), "after_step": seen, "equal": same})
+        found = weights(folder / output)
+        same = code == 0 and found.keys() == expected[grow].keys()
+        same = same and all(tensor.equal(expected[grow][name]) for name, tensor in found.items())
+        row = {"kill": kill, "grow": grow, "killed": bool(victim), "after_step": seen}
+        rows.append(row | {"equal": same})
         print(rows[-1], flush=True)
     return {
         "killed": sum(row["killed"] for row in rows),
