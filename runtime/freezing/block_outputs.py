@@ -25,6 +25,8 @@ from .stages import Builds, fake_forward, is_called
 
 SAMPLES = 32
 """The most samples of a micro-batch that are compared."""
+_AT_ONCE = 1 << 16
+"""The numbers of a sample that are converted to float64 at a time."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,10 @@ def similarities(rows: Tensor) -> Similarities:
     >>> similarities(torch.tensor([[3.0, 0.0], [4.0, 0.0], [0.0, 5.0]]))[:3]
     (0.6, 0.8, 0.0)
     """
-    flat = rows.detach()[:SAMPLES].flatten(1).double()
-    products = F.normalize(flat @ flat.T)
-    return tuple(products.flatten().tolist())
+    products = torch.zeros((), dtype=torch.float64, device=rows.device)
+    for part in rows.detach()[:SAMPLES].flatten(1).split(_AT_ONCE, dim=1):
+        products = products + (exact := part.double()) @ exact.T
+    return tuple(F.normalize(products).flatten().tolist())
 
 
 @contextmanager

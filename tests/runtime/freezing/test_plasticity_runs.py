@@ -12,6 +12,7 @@ import torch
 
 import asyncpipe
 from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.tests.runtime.freezing.test_freezing_runs import (
     adamw,
     assert_equal,
@@ -36,6 +37,7 @@ RULE: dict[str, Any] = {"freeze": "plasticity:1/2", "freeze_every": 1, "steps": 
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generated")
     write_classifier(folder / "blocks", stages=3)
+    write_classifier(folder / "four" / "blocks", stages=4)
     write_elastic(folder / "elastic" / "blocks", "2,1")
     write_mlp(folder / "mlp")
     return folder
@@ -75,6 +77,7 @@ def assert_decided(lines: list[dict[str, Any]], rule: Plasticity, every: int) ->
         ({"schedule": "gpipe", "recompute": "all"}, 1),
         ({"schedule": "single"}, 1),
         ({"schedule": "async-1f1b"}, 2),
+        ({"schedule": "zb-v", "ranks": 2}, 1),
     ],
     ids=lambda given: given["schedule"] if isinstance(given, dict) else "",
 )
@@ -82,9 +85,11 @@ def test_a_run_decides_as_the_plain_loop(
     folders: Path, tmp_path: Path, given: dict[str, Any], every: int
 ) -> None:
     given = RULE | {"freeze_every": every} | given
-    lines = train(folders / "blocks", tmp_path / "run", **given)
-    ahead = (2, 1, 0) if given["schedule"] == "async-1f1b" else (0, 0, 0)
-    plain = plain_loop(folders / "blocks", ahead, 4, **given)
+    folder = folders / "four" / "blocks" if given["schedule"] == "zb-v" else folders / "blocks"
+    lines = train(folder, tmp_path / "run", **given)
+    stages = len(read_plan(folder).stages)
+    ahead = (2, 1, 0) if given["schedule"] == "async-1f1b" else (0,) * stages
+    plain = plain_loop(folder, ahead, 4, **given)
     rule = decided(plain, [f"blocks.{block}" for block in range(4)], every)
     assert_equal(lines, tmp_path / "run", plain)
     assert_decided(lines, rule, every)
@@ -111,8 +116,26 @@ def test_an_elastic_run_decides_as_any_run(folders: Path, tmp_path: Path) -> Non
     assert_decided(lines, rule, 1)
 
 
+def test_to_compare_outputs_changes_nothing_else(folders: Path, tmp_path: Path) -> None:
+    """A table with the same depths gives the same bits: weights, buffers, random numbers, versions
+    of weights."""
+    given: dict[str, Any] = {"schedule": "async-1f1b", "staleness": "stash+msnag"}
+    given |= {"optimizer": "sgd", "momentum": 0.9, "lr": 0.01, "steps": 14, "save_every": 14}
+    given |= {"freeze_every": 2}
+    compared = resumed_runs.train(
+        folders / "blocks", tmp_path / "compared", freeze="plasticity:9/10", **given
+    )
+    depths = compared.of("frozen_blocks")
+    assert 0 < depths[14]
+    table = ",".join(f"{event}={depths[2 * event + 1]}" for event in range(1, 7))
+    told = resumed_runs.train(folders / "blocks", tmp_path / "told", freeze=table, **given)
+    assert told.of("loss") == compared.of("loss")
+    resumed_runs.assert_same(told.weights, compared.weights)
+    resumed_runs.assert_same(told.state, compared.state)
+
+
 def test_a_run_resumed_between_events_is_the_run(folders: Path, tmp_path: Path) -> None:
-    given = RULE | {"schedule": "1f1b", "save_every": 3}
+    given = RULE | {"schedule": "1f1b", "save_every": 3, "dtype": "float64"}
     run = resumed_runs.train(folders / "blocks", tmp_path / "run", **given)
     depths, distances = run.of("frozen_blocks"), run.of("block_distances")
     assert depths[STEPS] > 0
@@ -120,6 +143,15 @@ def test_a_run_resumed_between_events_is_the_run(folders: Path, tmp_path: Path) 
         resumed = resumed_runs.assert_goes_on_as(run, folders / "blocks", step, **given)
         assert resumed.of("frozen_blocks") == depths
         assert resumed.of("block_distances") == distances
+    # On other stages and ranks it is the same run but for the last digits.
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000006"
+    given |= {"schedule": "zb-v", "ranks": 2, "resume": str(checkpoint)}
+    other = resumed_runs.train(folders / "four" / "blocks", tmp_path / "other", **given)
+    for step, loss in other.of("loss").items():
+        assert loss == pytest.approx(run.of("loss")[step], rel=1e-12)
+        assert other.of("frozen_blocks")[step] == depths[step]
+    for name, value in run.weights.items():
+        torch.testing.assert_close(other.weights[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def own_loop(rank: int, folder: str, saved: str) -> dict[str, Any]:

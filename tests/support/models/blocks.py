@@ -47,7 +47,7 @@ class Classifier(nn.Module):
 def write_classifier(folder: Path, *, stages: int = 2) -> Plan:
     """A `Classifier` with cuts between its blocks."""
     torch.manual_seed(7)
-    cuts = {2: ("blocks.1",), 3: ("blocks.0", "blocks.2")}
+    cuts = {2: ("blocks.1",), 3: ("blocks.0", "blocks.2"), 4: ("blocks.0", "blocks.1", "blocks.2")}
     return asyncpipe.partition(
         Classifier(),
         {"x": torch.randn(4, WIDTH)},
