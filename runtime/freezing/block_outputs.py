@@ -142,7 +142,7 @@ def similarities(rows: Tensor) -> Similarities:
     (0.6, 0.8, 0.0)
     """
     products = torch.zeros((), dtype=torch.float64, device=rows.device)
-    for part in rows.detach()[:SAMPLES].flatten(1).split(_AT_ONCE, dim=1):
+    for part in torch.split(rows.detach()[:SAMPLES].flatten(1), _AT_ONCE, dim=1):
         products = products + (exact := part.double()) @ exact.T
     return tuple(F.normalize(products).flatten().tolist())
 
