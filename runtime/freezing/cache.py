@@ -6,34 +6,26 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..executor.instrumented import CACHE_FIGURES, Activities
+from ..executor.instrumented import CACHE_FIGURES
 from ..executor.stage import Stage
 from ..formatting import write_bytes, write_share
 from ..plan.plan import Plan
-from .arena import Arena
 from .blocks import Blocks
 from .reads import NotCachedError, StageReads
-from .stage_cache import StageCache
+from .stage_cache import Shared, StageCache
 from .stages import Builds, is_whole
 
 
 @dataclass
-class Cache:
+class Cache(Shared):
     """What a rank's frozen blocks have computed.
 
-    arena: the file that the ranks of the host share
-    activities: the record of the rank's activities
-    is_auto: as for StageCache
     totals: the figures of all ranks' caches so far, on rank 0 of a run; as in CACHE_FIGURES
     """
 
-    arena: Arena
-    activities: Activities
-    is_auto: bool
     totals: Counter[str] = field(default_factory=Counter)
     _caches: dict[int, StageCache] = field(default_factory=dict)
     _why_not: dict[int, str] = field(default_factory=dict)
-    _loads: int = 0
     _told: set[str] = field(default_factory=set)
 
     def attach(
@@ -52,20 +44,12 @@ class Cache:
             except NotCachedError as error:
                 self._why_not[number] = error.what
                 continue
-            self._caches[number] = stage.around = StageCache(
-                stage.module,
-                spec,
-                plan,
-                reads,
-                self.arena,
-                self.activities,
-                origin=self._loads,
-                is_auto=self.is_auto,
-            )
+            cache = StageCache(stage.module, spec, plan, reads, self)
+            self._caches[number] = stage.around = cache
 
     def forget(self) -> None:
         """Other weights were loaded: nothing that was kept before holds."""
-        self._loads += 1
+        self.loads += 1
 
     def describe(self) -> str:
         """What the caches of all ranks were good for."""

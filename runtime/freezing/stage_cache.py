@@ -14,9 +14,11 @@ part of its key. So results are equal to the last bit with and without a cache.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -32,19 +34,19 @@ from ..formatting import write_ms
 from ..plan.plan import Plan, StageSpec
 from ..rng import GeneratorState, generator_state
 from ..schedule.schedule import Action
-from .arena import KEY_BYTES, Arena, Entry
+from .arena import Arena, Entry
 from .reads import Leaf, NotCachedError, StageReads, replaced
-from .sites import Form, Site, Writing, bytes_by_sample
+from .sample_keys import OF_BATCH, OF_SAMPLE, orders, reordered, sample_keys
+from .sites import Form, Site, Writing
 
 Call = Callable[[tuple[Tensor, ...]], Any]
 """Runs the stage's module."""
-_OF_SAMPLE, _OF_PLACE, _OF_BATCH = "sample", "place", "batch"
-"""What the last bits of a sample's values depend on: on itself alone, also on its place in the
-micro-batch, or also on the other samples."""
 _LEAST_TIMED, _MOST_TIMED = 4, 24
 """The micro-batches that are timed to compare loading with computing."""
 
 
+_PASSES = 2
+"""The passes over the data after which some sample must have come again."""
 _SITE_BYTES = 4
 _Forwards = dict[nn.Module, Callable[..., Any]]
 
@@ -53,14 +55,28 @@ class _EnoughError(Exception):
     """Ends a forward after its last frozen block."""
 
 
+@dataclass
+class Shared:
+    """What the caches of a rank's stages have in common.
+
+    arena: the file that the ranks of the host share
+    activities: the record of the rank's activities
+    is_auto: a stage gives up where loading takes longer than computing, or no sample comes again
+    samples: the samples of the data, if known
+    loads: how often other weights were loaded
+    """
+
+    arena: Arena
+    activities: Activities
+    is_auto: bool
+    samples: int | None = None
+    loads: int = 0
+
+
 class StageCache:
     """Runs one stage at a depth, with what its frozen blocks have computed before.
 
     why_not: why it computes everything; "" while it does not
-
-    Arguments:
-    origin: what the values depend on besides the stage's inputs
-    is_auto: compare the time of loading with that of computing, and give up if it is longer
     """
 
     def __init__(
@@ -69,15 +85,11 @@ class StageCache:
         spec: StageSpec,
         plan: Plan,
         reads: StageReads,
-        arena: Arena,
-        activities: Activities,
-        *,
-        origin: object,
-        is_auto: bool,
+        shared: Shared,
     ) -> None:
         self.why_not = ""
         self._module, self._spec, self._reads = module, spec, reads
-        self._arena, self._activities, self._is_auto = arena, activities, is_auto
+        self._shared, self._arena, self._activities = shared, shared.arena, shared.activities
         self._parts = {number: module.get_submodule(path) for number, path in reads.paths.items()}
         self._frozen = [each for each in module.parameters() if not each.requires_grad]
         specs = {tensor.name: tensor for tensor in (*plan.inputs, *plan.values)}
@@ -86,11 +98,12 @@ class StageCache:
         self._read: list[int] = []
         self._samples = plan.sizes["batch"]
         self._of_model = {tensor.name for tensor in plan.inputs}
-        self._origin = origin
+        self._loads = shared.loads
         self._device = torch.device("cpu")
-        self._scope = _OF_SAMPLE
+        self._scope = OF_SAMPLE
         self._versions: list[int] = []
         self._changes = 0
+        self._missed = 0.0
         self._returned: dict[int, tuple[list[Any], Any]] = {}
         self._forms: dict[Leaf, Form] = {}
         self._constants: dict[Leaf, Tensor] = {}
@@ -116,9 +129,11 @@ class StageCache:
             values = start.load(self._arena, places, self._device) if start is not None else {}
         load_s = self._clock() - begin_s
         if start is not self._target:
+            self._miss(start)
             writing = Writing(self._arena, self._target, keys, entries)
             return self._compute(arguments, call, start, values, writing, load_s)
         self._activities.cached[CACHE_HITS] += 1
+        self._missed = -math.inf
         self._time(load_s)
         if self._reads.outputs:
             made = tuple(self._value(leaf, values) for leaf in self._reads.outputs)
@@ -216,13 +231,13 @@ class StageCache:
         self._sites, self._stand_ins = {}, {}
         self._constants = {leaf: found[leaf] for leaf in self._reads.constants & found.keys()}
         target = self._site_of(self._reads.last)
-        for scope, order in _orders(self._samples).items():
+        for scope, order in orders(self._samples).items():
             other = tuple(
-                _reordered(argument, tensor.batch_dim, order)
+                reordered(argument, tensor.batch_dim, order)
                 for argument, tensor in zip(arguments, self._inputs, strict=True)
             )
             again = self._computed(other, call, target)
-            places = [at for at, of in enumerate(order) if scope == _OF_SAMPLE or at == of]
+            places = [at for at, of in enumerate(order) if scope == OF_SAMPLE or at == of]
             if all(
                 np.array_equal(
                     target.forms[leaf].bytes_of(found[leaf])[order][places],
@@ -233,7 +248,7 @@ class StageCache:
                 self._scope = scope
                 break
         else:
-            self._scope = _OF_BATCH
+            self._scope = OF_BATCH
         self._target, self._read = target, sorted(self._reads.inputs)
 
     def _computed(
@@ -293,7 +308,7 @@ class StageCache:
         """The key of each sample."""
         names = [self._inputs[place].name for place in self._read]
         facts = (
-            self._origin,
+            self._loads,
             "" if self._of_model.issuperset(names) else self._spec.sha256,
             [
                 (name, self._shapes[at], arguments[at].dtype)
@@ -302,26 +317,8 @@ class StageCache:
             (self._scope, torch.get_num_threads(), torch.is_grad_enabled(), self._device.type),
             (os.getpid(), self._changes) if self._changes else (),
         )
-        start = hashlib.blake2b(repr(facts).encode(), digest_size=KEY_BYTES)
-        of_samples = []
-        for place in self._read:
-            argument, dim = arguments[place], self._inputs[place].batch_dim
-            if dim is None:
-                start.update(bytes_by_sample(argument[None], 0, 1).data)
-            else:
-                of_samples.append(bytes_by_sample(argument, dim, self._samples))
-        if self._scope == _OF_BATCH:
-            for rows in of_samples:
-                start.update(rows.data)
-        keys = []
-        for sample in range(self._samples):
-            key = start.copy()
-            if self._scope != _OF_SAMPLE:
-                key.update(sample.to_bytes(8, "big"))
-            for rows in of_samples:
-                key.update(rows[sample].data)
-            keys.append(key.digest())
-        return keys
+        inputs = [(arguments[place], self._inputs[place].batch_dim) for place in self._read]
+        return sample_keys(facts, inputs, self._samples, self._scope)
 
     def _given(self, start: Site | None, values: Mapping[Leaf, Tensor]) -> _Forwards:
         """Forwards that return what was kept, for the blocks up to that of `start`."""
@@ -378,6 +375,17 @@ class StageCache:
             if after is None or number > after.last
         }
 
+    def _miss(self, start: Site | None) -> None:
+        """Takes note of a micro-batch that is computed; gives up if no sample ever comes again."""
+        if start is not None:
+            self._missed = -math.inf
+        self._missed += self._samples
+        all_samples = self._shared.samples
+        if not self._shared.is_auto:
+            return
+        if self._missed > _PASSES * all_samples if all_samples else self._arena.is_full:
+            self.why_not = "no sample has come again with the same values"
+
     def _time(self, load_s: float, compute_s: float | None = None) -> None:
         """Takes note of times; gives up if loading takes longer than computing."""
         if not self._is_timed:
@@ -394,7 +402,7 @@ class StageCache:
 
     @property
     def _is_timed(self) -> bool:
-        return self._is_auto and len(self._load_s) < _MOST_TIMED
+        return self._shared.is_auto and len(self._load_s) < _MOST_TIMED
 
     def _clock(self) -> float:
         if self._is_timed and self._device.type == "cuda":
@@ -418,22 +426,3 @@ def _leaves(number: int, returned: Any) -> Iterator[tuple[Leaf, Tensor]]:
     for place, value in enumerate(tree_flatten(returned)[0]):
         if isinstance(value, Tensor):
             yield Leaf(number, place), value
-
-
-def _orders(samples: int) -> dict[str, list[int]]:
-    """What values may depend on -> samples of a micro-batch in another order that shows whether it
-    is nothing else.
-
-    >>> _orders(4)
-    {'sample': [1, 1, 0, 0], 'place': [0, 0, 2, 2]}
-    """
-    return {
-        _OF_SAMPLE: [(samples - 1 - place) // 2 for place in range(samples)],
-        _OF_PLACE: [place - place % 2 for place in range(samples)],
-    }
-
-
-def _reordered(argument: Tensor, dim: int | None, order: Sequence[int]) -> Tensor:
-    if dim is None:
-        return argument
-    return argument.index_select(dim, torch.tensor(order, device=argument.device))

@@ -15,7 +15,7 @@ from ..config.batch_layout import EvaluationBatch, StepBatch, uses_symbol
 from ..config.segments import RunSegment, segments
 from ..config.settings import RunConfig
 from ..control.metrics import Metric
-from ..data.streams import StreamSamples
+from ..data.streams import UNKNOWN_LENGTH, StreamSamples
 from ..data.task import SampleOrder
 from ..data.text import check_vocabulary
 from ..errors import DataError
@@ -82,6 +82,8 @@ class StageTrainer:
             fields=needed_inputs(plan, range(len(plan.stages)), criterion=has_criterion),
             own_fields=setup.fields,
         )
+        if setup.cache is not None and self.agreement.length != UNKNOWN_LENGTH:
+            setup.cache.samples = self.agreement.length + self.agreement.evaluation_length
 
     def state(self) -> dict[str, Any]:
         """The place in a stream of samples, as JSON; empty if there is none."""

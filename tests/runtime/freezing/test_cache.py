@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.runtime.freezing.reads import Leaf, NotCachedError, StageReads
+from asyncpipe.runtime.freezing.stage_cache import StageCache
 from asyncpipe.runtime.freezing.stages import plan_at
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.tensor_files import read_tensors
@@ -132,6 +133,25 @@ def test_only_blocks_that_froze_since_run_again(folders: Path) -> None:
             assert seen == {str(block) for block in range({3: 1, 5: 3, 7: 4}[number], 4)}
         if number == 4:
             assert calls["blocks.0.layer"] == 2 and calls["blocks.2.layer"] == 5
+
+
+def test_an_automatic_cache_gives_up_where_it_is_of_no_use(folders: Path) -> None:
+    pipe, optimizer = pipeline(folders / "blocks", cache="auto")
+    for batch in batches(3):
+        pipe.step(batch, optimizer=optimizer)
+    caches = [stage.around for stage in pipe.executor.stages.values()]
+    first, second = (cache for cache in caches if isinstance(cache, StageCache))
+    first.why_not = second.why_not = ""
+    for _ in range(4):
+        first._time(2.0, 1.0)
+    assert first.why_not.startswith("loading takes") and not second.why_not
+    assert pipe.cache is not None
+    pipe.cache.samples = 16
+    for _ in range(9):
+        second._miss(None)
+    assert second.why_not == "no sample has come again with the same values"
+    told = pipe.cache.news()
+    assert len(told) == 2 and "stage 0 computes its frozen blocks each time: loading" in told[0]
 
 
 def test_what_is_loaded_into_a_pipeline_empties_its_cache(folders: Path, tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""The file of a cache: shared by ranks, bounded, and gone with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from asyncpipe.runtime.freezing.arena import KEY_BYTES, Arena, Entry, open_arena
+
+KEYS = [bytes([number]) * KEY_BYTES for number in range(4)]
+SIZE = 1 << 16
+
+
+def opened(folder: Path, ranks: int, size: int = 1 << 20) -> list[Arena]:
+    """The ends of a file, one for each rank."""
+    contents, barrier = [b""] * ranks, threading.Barrier(ranks)
+
+    def gather_of(rank: int) -> Callable[[bytes], Sequence[bytes]]:
+        def gather(content: bytes) -> Sequence[bytes]:
+            contents[rank] = content
+            barrier.wait()
+            found = list(contents)
+            barrier.wait()
+            return found
+
+        return gather
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(
+            pool.map(lambda rank: open_arena(folder, size, rank, gather_of(rank)), range(ranks))
+        )
+
+
+def written(arena: Arena, key: bytes, site: int, value: int) -> int:
+    """Writes a value, whose bytes are all the same; returns its place."""
+    place = arena.take(SIZE)
+    assert place is not None
+    arena.at(place, SIZE)[:] = value
+    arena.put(key, Entry(site, place))
+    return place
+
+
+def test_ranks_find_what_others_have_written(tmp_path: Path) -> None:
+    first, second = opened(tmp_path, 2)
+    written(first, KEYS[0], 1, 7)
+    assert second.find(KEYS[0]) is None
+    with second.reading():
+        entry = second.find(KEYS[0])
+        assert entry is not None and set(second.at(entry.place, SIZE)) == {7}
+    written(second, KEYS[1], 1, 8)
+    with first.reading():
+        entry = first.find(KEYS[1])
+        assert entry is not None and set(first.at(entry.place, SIZE)) == {8}
+    assert first.taken_bytes == 2 * SIZE
+
+
+def test_a_replaced_value_stays_as_long_as_a_rank_may_read_it(tmp_path: Path) -> None:
+    first, second = opened(tmp_path, 2)
+    place = written(first, KEYS[0], 1, 7)
+    with second.reading():
+        assert second.find(KEYS[0]) == Entry(1, place)
+        written(first, KEYS[0], 2, 8)
+        with first.reading():
+            assert written(first, KEYS[1], 1, 9) != place
+        assert set(second.at(place, SIZE)) == {7}
+    with first.reading():
+        assert written(first, KEYS[2], 1, 10) == place
+    with second.reading():
+        entry = second.find(KEYS[0])
+        assert entry is not None and set(second.at(entry.place, SIZE)) == {8}
+    # The deeper value of another rank replaces one here, too.
+    mine = written(first, KEYS[3], 1, 11)
+    with second.reading():
+        written(second, KEYS[3], 2, 12)
+    with first.reading():
+        assert first.find(KEYS[3]) != Entry(1, mine)
+    with first.reading():
+        assert first.take(SIZE) == mine
+
+
+def test_no_more_is_kept_than_the_size(tmp_path: Path) -> None:
+    first, second = opened(tmp_path, 2, size=3 * SIZE)
+    places = {written(arena, key, 1, 1) for arena in (first, second) for key in KEYS[:1]}
+    places.add(written(first, KEYS[1], 1, 1))
+    assert len(places) == 3
+    assert first.take(SIZE) is None and second.take(SIZE) is None and first.is_full
+    (alone,) = opened(tmp_path, 1, size=100)
+    assert alone.take(101) is None and alone.take(60) is not None and alone.take(60) is None
+
+
+def test_nothing_is_left_of_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(os.listdir("/dev/shm"))
+    child = os.fork()
+    if not child:
+        arena = open_arena(tmp_path, 1 << 20, 0, lambda content: [content])
+        written(arena, KEYS[0], 1, 7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert os.listdir(tmp_path) == [] and set(os.listdir("/dev/shm")) <= before
