@@ -7,6 +7,7 @@ next phase, and continue with its stages, as if they had resumed from a checkpoi
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -83,7 +84,8 @@ def train(
             is_noted = _note_statistics(setup)
             while (handed_over := run.train()) is not None:
                 earlier = run.earlier
-                del run  # its stages make room for the next ones
+                del run
+                gc.collect()  # its stages make room for the next ones, although objects form cycles
                 setup = next_phase(setup, handed_over)
                 with activities.during(Activity("other", "loads its stages")):
                     run = Run(setup, stopping, earlier=earlier)

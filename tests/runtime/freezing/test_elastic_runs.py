@@ -143,6 +143,9 @@ def test_an_elastic_run_is_resumed_in_the_right_phase(
 
 
 SEEING = """
+import gc
+from torch import nn
+
 made = []
 
 class Seen:
@@ -150,7 +153,8 @@ class Seen:
         self.events = []
 
     def on_step(self, record):
-        self.events.append(("step", record.step, record.frozen[0]))
+        alive = sum(type(each) is nn.Parameter for each in gc.get_objects())
+        self.events.append(("step", record.step, record.frozen[0], alive))
 
     def on_checkpoint(self, step):
         self.events.append(("checkpoint", step))
@@ -171,10 +175,13 @@ def test_callbacks_and_the_trace_go_on_over_the_phases(blocks: Path, tmp_path: P
     given |= {"schedule": "1f1b", "elastic": True, "keep_last": 9, "trace": "4-6"}
     train(blocks, tmp_path / "run", **given)
     depths = [0, 0, 1, 1, 3, 3, 4, 4, 4]
-    seen = [[("step", at, depth)] for at, depth in enumerate(depths, 1)]
+    expected = [[("step", at, depth)] for at, depth in enumerate(depths, 1)]
     for step in (2, 4, 6, 8, 9):
-        seen[step - 1].append(("checkpoint", step))
-    assert ast.literal_eval((tmp_path / "run" / "seen").read_text()) == sum(seen, [])
+        expected[step - 1].append(("checkpoint", step))
+    seen = ast.literal_eval((tmp_path / "run" / "seen").read_text())
+    assert [event[:3] for event in seen] == sum(expected, [])
+    alive = [event[3] for event in seen if event[0] == "step" and event[2] > 1]
+    assert len(set(alive)) == 1  # the whole model trains in two phases, and is in memory once
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     (phase,) = [event for event in events if event["ph"] == "i"]
     assert phase["name"] == "3 blocks frozen: 1 stage x 2 replicas, after step 4"
