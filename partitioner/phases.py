@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 from torch import nn
@@ -43,7 +44,9 @@ from .compile import (
     profile_phase,
     write_phase,
 )
+from .graph.constraints import find_demands
 from .graph.costs import LOCALHOST
+from .planning.options import PartitionOptions
 
 
 def write_phases(job: Compilation, plan: Plan, folder: Path) -> Elastic:
@@ -76,10 +79,9 @@ def _write_phase(
     quiet = replace(job, end_phase=PhaseTimer(None), on_progress=None)
     captured = profile = None
     best: tuple[Phase, Compilation, Planned] | None = None
-    for length in (length for length in options.lengths if length <= before.stages):
+    failure: PlanError | None = None
+    for length, cuts in _pipelines_after(options, before.stages):
         replicas = processes // length
-        if options.micro_batches % replicas:
-            continue
         name = phase_folder(depth, length)
         own = replace(
             quiet,
@@ -87,6 +89,7 @@ def _write_phase(
             options=replace(
                 options,
                 stages=length,
+                cut_at=cuts,
                 micro_batches=options.micro_batches // replicas,
                 output=str(folder / name),
                 memory_limit=options.memory_limit if length == before.stages else limit,
@@ -99,18 +102,18 @@ def _write_phase(
         if captured is None or profile is None:
             captured = capture_phase(own)
             profile = profile_phase(own, captured)
+        demands = find_demands(captured.capture, cuts, options.keep_together, length)
         try:
-            planned = plan_phase(own, captured, profile)
-        except PlanError:
-            if best is None:
-                raise
+            planned = plan_phase(own, replace(captured, demands=demands), profile)
+        except PlanError as error:
+            failure = failure or error
             continue  # no plan of this length fits
         figures = _figures(planned.plan, processes, options.micro_batches)
         phase = Phase(depth, name, length, *figures)
-        fits = phase.peak_bytes <= limit
-        if best is None or (fits and phase.step_ms <= best[0].step_ms):
+        if best is None or _is_better(phase, best[0], limit):
             best = phase, own, planned
-    assert best is not None
+    if best is None:
+        raise failure or PlanError("no pipeline fits.")
     phase, own, planned = best
     write_phase(own, planned, generate_phase(own, planned))
     job.end_phase(
@@ -120,6 +123,23 @@ def _write_phase(
         "",
     )
     return phase
+
+
+def _pipelines_after(
+    options: PartitionOptions, stages: int
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The lengths that may follow a pipeline, each with named cuts: a shorter one has as many of
+    the given ones as it can."""
+    for length in options.lengths:
+        if length <= stages and not options.micro_batches % (options.lengths[0] // length):
+            named = min(len(options.cut_at), length - 1)
+            yield from ((length, cuts) for cuts in combinations(options.cut_at, named))
+
+
+def _is_better(phase: Phase, best: Phase, limit: int) -> bool:
+    """True if a phase fits into the limit, and is as fast as the best one so far, or that does not
+    fit."""
+    return phase.peak_bytes <= limit and (phase.step_ms <= best.step_ms or best.peak_bytes > limit)
 
 
 def _figures(plan: Plan, processes: int, micro_batches: int) -> tuple[float, int]:

@@ -39,6 +39,15 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_shorter_pipelines_are_cut_at_some_of_the_named_places(tmp_path: Path) -> None:
+    cuts = ("blocks.0", "blocks.1", "blocks.3")
+    write_elastic(tmp_path / "blocks", "4,2", "1=2", cuts)
+    first, shorter = read_elastic(tmp_path / "blocks").phases
+    assert (first.stages, shorter.depth, shorter.stages) == (4, 2, 2)
+    _, last = read_plan(tmp_path / "blocks" / shorter.folder).stages
+    assert last.parameters[0] in [f"{block}.norm.weight" for block in cuts]
+
+
 def test_the_phases_are_what_is_left_to_train(blocks: Path) -> None:
     elastic = read_elastic(blocks)
     assert elastic.processes == 2 and elastic.micro_batches == 4

@@ -60,7 +60,9 @@ def write_classifier(folder: Path, *, stages: int = 2) -> Plan:
     )
 
 
-def write_elastic(folder: Path, lengths: str, freeze: str | None = None) -> Plan:
+def write_elastic(
+    folder: Path, lengths: str, freeze: str | None = None, cut_at: tuple[str, ...] = ()
+) -> Plan:
     """A `Classifier` without statistics, which differ between replicas, with the phases of these
     lengths."""
     torch.manual_seed(7)
@@ -75,6 +77,7 @@ def write_elastic(folder: Path, lengths: str, freeze: str | None = None) -> Plan
         output=str(folder),
         profile="analytic",
         elastic=lengths,
+        cut_at=cut_at,
         freeze=freeze,
     )
 
