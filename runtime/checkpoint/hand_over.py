@@ -1,13 +1,15 @@
 """The state of all ranks after a step -> the state of ranks with other stages, in memory.
 
 It is a checkpoint that no file has: every rank copies what it would write, and when the ranks have
-their new stages, each tensor is broadcast once, by its name; a rank keeps those of its own stages.
+their new stages, each tensor is broadcast once, by its name, together with others of its rank; a
+rank keeps those of its own stages.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,8 @@ from ..executor.loading import shared_names
 from .contents import Rank, Wanted, state_of, weights_of
 
 _WEIGHT = "weight "
+_MESSAGE_BYTES = 1 << 24
+"""The most bytes of a message that has several tensors."""
 
 
 class HandOver:
@@ -57,23 +61,53 @@ def _exchanged(
         return {key: tensor for key, tensor in own.items() if wanted(key)}
     kept: dict[str, Tensor] = {}
     for source, entries in enumerate(_entries_of_all(own, world)):
-        for key, dtype, shape in entries:
+        for together in _messages(entries):
+            sizes = [entry.size for entry in together]
             if source == world.rank:
-                content = own[key].contiguous().flatten().view(torch.uint8)
+                tensors = [own[entry.key] for entry in together]
+                content = torch.cat(
+                    [each.contiguous().flatten().view(torch.uint8) for each in tensors]
+                )
             else:
-                size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-                content = torch.empty(size, dtype=torch.uint8)
+                content = torch.empty(sum(sizes), dtype=torch.uint8)
             if content.numel():
                 dist.broadcast(content, src=source, group=world.control)
-            if wanted(key):
-                kept[key] = content.view(getattr(torch, dtype)).view(shape)
+            for entry, part in zip(together, torch.split(content, sizes), strict=True):
+                if wanted(entry.key):  # a copy is aligned, and lets go of the others
+                    dtype = getattr(torch, entry.dtype)
+                    kept[entry.key] = part.clone().view(dtype).view(entry.shape)
     return kept
 
 
-def _entries_of_all(
-    own: Mapping[str, Tensor], world: World
-) -> list[list[tuple[str, str, list[int]]]]:
-    """The key, dtype and shape of each tensor of each rank."""
+class _Entry(NamedTuple):
+    """A tensor that is handed over."""
+
+    key: str
+    dtype: str
+    shape: list[int]
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return torch.Size(self.shape).numel() * dtype.itemsize
+
+
+def _messages(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
+    """The entries in their order, as many together as a message takes."""
+    together: list[_Entry] = []
+    size = 0
+    for entry in entries:
+        if together and size + entry.size > _MESSAGE_BYTES:
+            yield together
+            together, size = [], 0
+        together.append(entry)
+        size += entry.size
+    if together:
+        yield together
+
+
+def _entries_of_all(own: Mapping[str, Tensor], world: World) -> list[list[_Entry]]:
     entries = [
         (key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         for key, tensor in own.items()
@@ -81,4 +115,5 @@ def _entries_of_all(
     content = json.dumps(entries).encode()
     lengths = world.gathered(len(content).to_bytes(8, "big"))
     longest = max(int.from_bytes(length, "big") for length in lengths)
-    return [json.loads(part) for part in world.gathered(content.ljust(longest))]
+    parts = world.gathered(content.ljust(longest))
+    return [[_Entry(*entry) for entry in json.loads(part)] for part in parts]

@@ -30,8 +30,9 @@ class Freezing:
     Arguments:
     rule: when blocks freeze
     most: the most blocks that may freeze; None for all that can
-    plan: the plan with nothing frozen
+    plan: the plan
     builds: the constructors of all stages
+    planned_depth: the number of blocks that were frozen when the plan was made
 
     Raises FreezeError for stages whose blocks cannot freeze one by one.
     """
@@ -44,9 +45,11 @@ class Freezing:
         builds: Builds,
         modules: Mapping[int, nn.Module],
         progress: Progress,
+        planned_depth: int = 0,
     ) -> None:
         self.blocks, self.progress = blocks_of(plan), progress
         self._rule, self._plan, self._builds, self._modules = rule, plan, builds, modules
+        self._planned_depth = planned_depth
         self._most = self.blocks.most if most is None else min(most, self.blocks.most)
         check_modes(modules, self.blocks, self._most)
         own = self.observed_blocks
@@ -117,8 +120,9 @@ class Freezing:
 
     def apply(self) -> Plan:
         """Freezes the stages as far as the progress says; returns the plan at this depth."""
-        depth = self.progress.depth
-        plan = plan_at(self._plan, self.blocks, depth, self._builds)
+        depth, plan = self.progress.depth, self._plan
+        if depth != self._planned_depth:
+            plan = plan_at(plan, self.blocks, depth, self._builds)
         for stage, module in self._modules.items():
             freeze_stage(module, plan.stages[stage], self.blocks, depth)
         return plan

@@ -32,8 +32,6 @@ def plan_at(plan: Plan, blocks: Blocks, depth: int, builds: Builds) -> Plan:
     """The plan in which only the boundary tensors that depend on something that trains need a
     gradient, when so many blocks are frozen. Raises PlanError if a stage cannot run on fake
     tensors."""
-    if not depth:
-        return plan
     trained = _trained_tensors(plan, blocks.frozen(depth), builds)
 
     def at_depth(boundary: Boundary) -> Boundary:

@@ -221,7 +221,13 @@ def in_phase(job: Job, world: World, checkpoint: FoundCheckpoint | None) -> tupl
         )
     code = codes.get(phase.folder, job.code)  # the first phase has the code of the job
     own = replace(
-        job, config=config, planned=planned, code=code, started=started, code_of_phases=codes
+        job,
+        config=config,
+        planned=planned,
+        code=code,
+        started=started,
+        code_of_phases=codes,
+        planned_depth=phase.depth,
     )
     world = regrouped(world, own.plan, replicas, config.patience_s)
     if world.pipeline_rank >= phase.stages:

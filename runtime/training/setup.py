@@ -158,6 +158,7 @@ class Job:
     settings: the options as given; None where no run is started.
     started: the options with which an elastic run began; None before its first phase.
     code_of_phases: the SHA-256 of each file of the stages of later phases, by folder, at that time.
+    planned_depth: the number of blocks that were frozen when the plan was made.
     lock: the lock of the folder, which the process that leads the run holds.
     """
 
@@ -169,6 +170,7 @@ class Job:
     settings: Settings | None = None
     started: RunConfig | None = None
     code_of_phases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    planned_depth: int = 0
     lock: FolderLock = field(default_factory=lambda: FolderLock("run"), compare=False)
 
     @property

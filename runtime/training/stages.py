@@ -320,7 +320,13 @@ def _freezing_of(setup: Setup, modules: Mapping[int, nn.Module]) -> Freezing | N
     state = checkpoint.facts.trainer.get(FREEZING) if checkpoint else None
     builds = [load_stage_class(config.folder, stage, setup.job.code) for stage in plan.stages]
     return Freezing(
-        parse_rule(config.freeze), config.freeze_most, plan, builds, modules, Progress.of(state)
+        parse_rule(config.freeze),
+        config.freeze_most,
+        plan,
+        builds,
+        modules,
+        Progress.of(state),
+        setup.job.planned_depth,
     )
 
 
