@@ -34,7 +34,7 @@ KEY_BYTES = 16
 _ENTRY = struct.Struct(f"<{KEY_BYTES}sqq")  # key, site, place
 _NUMBER = struct.Struct("<q")
 _PAGE = mmap.ALLOCATIONGRANULARITY
-_LEAST_CHUNK, _MOST_CHUNK = 1 << 16, 1 << 26
+_MOST_CHUNK = 1 << 26
 _PATH_BYTES = 128
 _LEFT = -1
 """The round of a rank that reads no values."""
@@ -183,7 +183,7 @@ class Arena:
     def _claim(self, size: int) -> bool:
         """Takes a chunk of the file for this rank; False if no more fits on the disk or within the
         size."""
-        usual = min(max(self.size // 256, _LEAST_CHUNK), _MOST_CHUNK)
+        usual = min(self.size // 256, _MOST_CHUNK)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             begin = self.taken_bytes

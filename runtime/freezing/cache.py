@@ -21,12 +21,13 @@ class Cache(Shared):
     """What a rank's frozen blocks have computed.
 
     totals: the figures of all ranks' caches so far, on rank 0 of a run; as in CACHE_FIGURES
+    told: the sentences that were told
     """
 
     totals: Counter[str] = field(default_factory=Counter)
+    told: set[str] = field(default_factory=set)
     _caches: dict[int, StageCache] = field(default_factory=dict)
     _why_not: dict[int, str] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)
 
     def attach(
         self, stages: Mapping[int, Stage], plan: Plan, blocks: Blocks, depth: int, builds: Builds
@@ -59,8 +60,8 @@ class Cache(Shared):
         )
 
     def news(self) -> list[str]:
-        """A sentence for each stage that computes its frozen blocks each time, and for a file that
-        is full; each is returned once."""
+        """A sentence that was not told yet for each stage that computes frozen blocks again: of all
+        samples, or of those for which the file has no room."""
         found = self._why_not | {n: each.why_not for n, each in self._caches.items()}
         sentences = [
             f"stage {number} computes its frozen blocks each time: {why}"
@@ -68,10 +69,13 @@ class Cache(Shared):
             if why
         ]
         if self.arena.is_full:
-            sentences.append(
-                f"{write_bytes(self.arena.size)} are full, so the frozen blocks of further samples "
-                "are computed each time"
-            )
-        new = [sentence for sentence in sentences if sentence not in self._told]
-        self._told.update(new)
-        return new
+            sentences += [self._full(number) for number in self._caches if not found[number]]
+        return [sentence for sentence in sentences if sentence not in self.told]
+
+    def _full(self, stage: int) -> str:
+        each = self._caches[stage].sample_bytes
+        count = f"{self.samples:,} samples take" if self.samples else "a sample takes"
+        return (
+            f"{write_bytes(self.arena.size)} are full, so stage {stage} computes the frozen blocks "
+            f"of other samples each time; {count} {write_bytes(each * (self.samples or 1))} there"
+        )

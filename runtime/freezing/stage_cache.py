@@ -113,6 +113,11 @@ class StageCache:
         self._load_s: list[float] = []
         self._compute_s: list[float] = []
 
+    @property
+    def sample_bytes(self) -> int:
+        """The bytes that are kept of a sample; 0 before the first micro-batch."""
+        return self._target.sample_bytes if self._target is not None else 0
+
     def __call__(self, arguments: tuple[Tensor, ...], call: Call) -> Any:
         """The result of a call of the module with these arguments."""
         if self.why_not or [tuple(each.shape) for each in arguments] != self._shapes:

@@ -359,7 +359,9 @@ def news_of_caches(setup: Setup) -> list[str]:
     with setup.activities.during(Activity("meet", "the news of caches")):
         texts = setup.world.gathered(own)
     lines = (text.decode(errors="ignore").strip().splitlines() for text in texts)
-    return list(dict.fromkeys(chain.from_iterable(lines)))
+    news = [line for line in dict.fromkeys(chain.from_iterable(lines)) if line not in cache.told]
+    cache.told.update(news)
+    return news
 
 
 def _prepare_together(job: Job, world: World, activities: Activities) -> None:

@@ -96,7 +96,9 @@ def test_samples_that_are_drawn_again_are_never_hit(folders: Path, tmp_path: Pat
     assert cached == losses
     assert {line.get("cache_hits") for line in lines if line["event"] == "step"} == {None, 0.0}
     notes = [line["text"] for line in lines if line.get("about") == "cache"]
-    assert notes[0].startswith("4.0 KiB are full") and notes[1].endswith("0% of micro-batches hit")
+    assert notes[0].startswith("4.0 KiB are full, so stage 0 computes the frozen blocks of other")
+    assert notes[0].endswith("64 samples take 4.0 KiB there")
+    assert notes[-1].endswith(" 0% of micro-batches hit")
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
