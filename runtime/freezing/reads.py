@@ -93,6 +93,8 @@ class StageReads:
         self._blocks, self._depth, self._is_whole = blocks, depth, is_whole
         self._trained = {b.tensor.name for b in spec.receives if b.tensor.requires_grad}
         self._kept: dict[int, tuple[Leaf, ...]] = {}
+        if spec.changes:
+            raise NotCachedError(f"its forward writes to {spec.changes[0]}")
         samples = plan.sizes.get("batch")
         if samples is None:
             raise NotCachedError("its micro-batches have no dimension of samples")
@@ -163,8 +165,11 @@ class StageReads:
             for tensor in _changing(module):
                 marks.add(tensor, {TRAINED})
             recorded = _Recorded(marks, self._called(module))
+            before = _state_of(module)
             with replaced(recorded.forwards()), marks:
                 outputs = run_stage(self._spec, module, given)
+            if self._is_whole and before != _state_of(module):
+                raise NotCachedError("it changes its buffers in evaluation mode")
             if self._is_whole:
                 recorded.end(len(self._blocks), list(outputs.values()))
             if list(recorded.calls) != sorted(recorded.calls):
@@ -308,14 +313,14 @@ class _Recorded:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if block in self.calls:
                 raise NotCachedError(f"block {block} runs more than once")
-            given, state = tree_leaves((args, kwargs)), list(part.buffers())
-            before = [_version(value) for value in (*given, *state)]
+            given, state = tree_leaves((args, kwargs)), _state_of(part)
+            before = [_version(value) for value in given]
             result = own(part, *args, **kwargs)
-            after = [_version(value) for value in (*given, *state)]
-            written = [at for at, version in enumerate(after) if version != before[at]]
-            if written and written[-1] >= len(given) or len(state) != len(list(part.buffers())):
+            if state != _state_of(part):
                 raise NotCachedError(f"block {block} changes its buffers in evaluation mode")
-            self._written[block] = written
+            self._written[block] = [
+                at for at, value in enumerate(given) if _version(value) != before[at]
+            ]
             values, structure = tree_flatten(result)
             self.calls[block] = values, structure
             self.take(block, values)
@@ -330,6 +335,11 @@ def _changing(module: nn.Module) -> Iterator[Tensor]:
         yield from (each for each in part.parameters(recurse=False) if each.requires_grad)
         if isinstance(part, _BatchNorm) and part.training:
             yield from part.buffers(recurse=False)
+
+
+def _state_of(module: nn.Module) -> list[tuple[int, int]]:
+    """The identity of each buffer, and how often it was written to."""
+    return [(id(buffer), buffer._version) for buffer in module.buffers()]
 
 
 def _version(value: Any) -> int:

@@ -47,6 +47,8 @@ _LEAST_TIMED, _MOST_TIMED = 4, 24
 
 _PASSES = 2
 """The passes over the data after which some sample must have come again."""
+_MOST_CHANGES = 3
+"""How often frozen parameters may be written to at a depth."""
 _SITE_BYTES = 4
 _Forwards = dict[nn.Module, Callable[..., Any]]
 
@@ -181,6 +183,9 @@ class StageCache:
     def _first(self, arguments: tuple[Tensor, ...], call: Call) -> Any:
         """Computes everything, and learns how the frozen blocks can be left out."""
         self._changes += bool(self._versions)
+        if self._changes > _MOST_CHANGES:
+            self.why_not = "its frozen parameters are written to again and again"
+            return call(arguments)
         self._versions = [each._version for each in self._frozen]
         self._device = arguments[0].device if arguments else self._device
         try:
