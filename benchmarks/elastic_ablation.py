@@ -33,15 +33,15 @@ from asyncpipe.runtime.reports.time_parts import parts_of
 
 SCRIPTS = Path(sys.executable).parent
 RESULT = Path(__file__).parent / "results" / "elastic_ablation.json"
-RULE = "schedule:1/4"
 
 ROWS: Mapping[str, Sequence[str]] = {
     "none": (),
-    "freeze": ("--freeze", RULE, "--cache", "off"),
-    "freeze, shrink, cache": ("--freeze", RULE, "--elastic", "--grow", "off", "--cache", "auto"),
-    "freeze, shrink, grow": ("--freeze", RULE, "--elastic", "--cache", "off"),
-    "all": ("--freeze", RULE, "--elastic", "--cache", "auto"),
+    "freeze": ("--cache", "off"),
+    "freeze, shrink, cache": ("--elastic", "--grow", "off", "--cache", "auto"),
+    "freeze, shrink, grow": ("--elastic", "--cache", "off"),
+    "all": ("--elastic", "--cache", "auto"),
 }
+"""The rows, with the options of each beside --freeze."""
 
 DATA = """
 import torch
@@ -74,7 +74,9 @@ from finetune import build, data
 
 def some():
     train, held_out = data()
-    return {{name: column[:{samples}] for name, column in train.items()}}, held_out
+    every = len(train["labels"]) // {samples}
+    some = {{name: column[::every][:{samples}] for name, column in train.items()}}
+    return some, held_out
 """
 
 
@@ -82,6 +84,7 @@ def some():
 class Case:
     """A model with its data, and the options of its runs.
 
+    rule: when blocks freeze
     before: the options of the run that makes the weights to begin with; None if the model has them
     """
 
@@ -91,6 +94,7 @@ class Case:
     micro_batches: int
     epochs: int
     lr: float
+    rule: str
     before: tuple[str, ...] | None = None
 
 
@@ -103,8 +107,10 @@ def cases(samples: int) -> dict[str, Case]:
     args = [word for name, value in vit.items() for word in ("--model-arg", f"{name}={value}")]
     first = ("--data", "digits.py:noisy", "--epochs", "20", "--lr", "1e-3")
     return {
-        "digits": Case(("vit-base", *args), "digits.py:clear", 8, 8, 10, 1e-3, before=first),
-        "reviews": Case(("reviews.py:build",), "reviews.py:some", 4, 4, 8, 1e-4),
+        "digits": Case(
+            ("vit-base", *args), "digits.py:clear", 8, 8, 10, 1e-3, "schedule:1/4", before=first
+        ),
+        "reviews": Case(("reviews.py:build",), "reviews.py:some", 4, 4, 10, 1e-4, "schedule:1/3"),
     }
 
 
@@ -131,7 +137,7 @@ def prepare(case: Case, folder: Path) -> tuple[str, ...]:
         folder,
         *("asyncpipe-partition", "--model", *case.model, "--stages", "4", "--elastic", "4,2,1"),
         *("--micro-batch-size", str(case.micro_batch_size), "--schedule", "1f1b"),
-        *("--micro-batches", str(case.micro_batches), "--freeze", RULE, "--threads", "1"),
+        *("--micro-batches", str(case.micro_batches), "--freeze", case.rule, "--threads", "1"),
         *("--output", "net", "--quiet"),
     )
     if case.before is None:
@@ -146,11 +152,12 @@ def training(case: Case) -> tuple[str, ...]:
 
 
 def run(case: Case, row: str, seed: int, folder: Path, weights: Sequence[str]) -> dict[str, Any]:
+    freeze = ("--freeze", case.rule, *ROWS[row]) if ROWS[row] else ()
     output = f"run_{seed}_{list(ROWS).index(row)}"
     before, own, start = busy_core_seconds(), _own_core_seconds(), time.perf_counter()
     call(
         folder,
-        *("asyncpipe-train", "net", "--data", case.data, *training(case), *ROWS[row]),
+        *("asyncpipe-train", "net", "--data", case.data, *training(case), *freeze),
         *("--epochs", str(case.epochs), "--lr", str(case.lr), "--seed", str(seed)),
         *("--output", output, *weights),
     )
@@ -208,7 +215,7 @@ def main() -> None:
     found.pop("machine", None)
     for name in args.cases:
         case = cases(args.samples)[name]
-        setting = {**asdict(case), "rule": RULE, "samples": args.samples}
+        setting = {**asdict(case), "samples": args.samples}
         setting = json.loads(json.dumps(setting))
         kept = found[name]["rows"] if found.get(name, {}).get("setting") == setting else []
         with tempfile.TemporaryDirectory() as temporary:

@@ -79,6 +79,8 @@ def train(
             job, world = in_phase(job, world, checkpoint)
             check_phases(job)
             setup = set_up(job, world, reporter, checkpoint, on_step, activities, board)
+            if job.config.elastic:
+                gc.freeze()  # collections between phases need not look at what outlives them
             with activities.during(Activity("other", "loads its stages")):
                 run = Run(setup, stopping)
             is_noted = _note_statistics(setup)
