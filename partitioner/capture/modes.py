@@ -344,6 +344,9 @@ def trace_forward(
                 in_mode(model, mode.training),
                 without_cache(model),
                 silent(),
+                torch.compiler.set_stance(
+                    "force_eager"
+                ),  # compiled modules run as they are written
                 torch.enable_grad(),
                 world.inside(sys._getframe()),
                 patched(tracer, scopes),

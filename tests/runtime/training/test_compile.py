@@ -53,12 +53,12 @@ def test_compiled_stages_have_the_numbers_of_plain_ones(
 
 
 def test_frozen_blocks_do_not_use_up_the_versions_that_torch_keeps(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     torch._dynamo.utils.counters.clear()
     options = {"steps": 2, "save_every": 0, "schedule": "single", "compile": True}
-    train(folder / "noisy", tmp_path / "run", freeze="1=1", freeze_every=1, **options)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        train(folder / "noisy", tmp_path / "run", freeze="1=1", freeze_every=1, **options)
     counted = torch._dynamo.utils.counters
     assert counted["stats"]["unique_graphs"] == 4 and not counted["unimplemented"]
 
