@@ -241,6 +241,15 @@ def trained(
     return losses
 
 
+def micro_batches(steps: int) -> list[dict[str, Any]]:
+    """The micro-batches of so many steps of `own_loop` in float64."""
+    return [
+        {"x": x.double(), "target": target}
+        for batch in batches(steps)
+        for x, target in zip(*(each.split(4) for each in batch), strict=True)
+    ]
+
+
 def own_loop(rank: int, folder: str, saved: str, options: dict[str, Any]) -> dict[str, Any]:
     """A loop that freezes, and the same from what it has saved where an event is due."""
     options = {"loss": "cross_entropy", "dtype": "float64", "micro_batches": 4} | options
@@ -271,16 +280,10 @@ def test_a_loop_of_ones_own_freezes_as_the_plain_loop(
     found = run_processes(3, own_loop, str(folders / "blocks"), str(tmp_path / "saved"), options)
     assert not [each for each in found if isinstance(each, RankError)], found
     stages = [stage.double() for stage in asyncpipe.load(folders / "blocks").stages]
-    parts = [
-        {"x": x.double(), "target": target}
-        for batch in batches(STEPS)
-        for x, target in zip(*(each.split(4) for each in batch), strict=True)
-    ]
     ahead = (2, 1, 0) if schedule == "async-1f1b" else (0, 0, 0)
     frozen = {step: frozen_in_blocks(depth) for step, depth in DEPTHS.items()}
-    plain = PlainLoop(stages, parts.__getitem__, 4, ahead, lr=0.01, seed=1, frozen=frozen).run(
-        STEPS
-    )
+    feed = micro_batches(STEPS).__getitem__
+    plain = PlainLoop(stages, feed, 4, ahead, lr=0.01, seed=1, frozen=frozen).run(STEPS)
     weights = {name: value for each in found for name, value in each["weights"].items()}
     for name, value in plain.state().items():
         torch.testing.assert_close(weights[name], value, rtol=1e-12, atol=1e-12, msg=name)

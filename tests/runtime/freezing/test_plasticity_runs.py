@@ -19,6 +19,7 @@ from asyncpipe.tests.runtime.freezing.test_freezing_runs import (
     batches,
     frozen_in_blocks,
     frozen_in_mlp,
+    micro_batches,
     plain_loop,
     train,
     trained,
@@ -181,12 +182,7 @@ def test_a_loop_of_ones_own_compares_its_first_micro_batch(folders: Path, tmp_pa
     found = run_processes(3, own_loop, str(folders / "blocks"), str(tmp_path / "saved"))
     assert not [each for each in found if isinstance(each, RankError)], found
     stages = [stage.double() for stage in asyncpipe.load(folders / "blocks").stages]
-    parts = [
-        {"x": x.double(), "target": target}
-        for batch in batches(STEPS)
-        for x, target in zip(*(each.split(4) for each in batch), strict=True)
-    ]
-    plain = PlainLoop(stages, parts.__getitem__, 4, (0, 0, 0), lr=0.01, seed=1)
+    plain = PlainLoop(stages, micro_batches(STEPS).__getitem__, 4, (0, 0, 0), lr=0.01, seed=1)
     rule = decided(plain, [f"blocks.{block}" for block in range(4)], 1)
     weights = {name: value for each in found for name, value in each["weights"].items()}
     for name, value in plain.state().items():
