@@ -1,0 +1,116 @@
+"""The tensor ranks of a stage, and the parts of a tensor that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a tensor is divided: along `dim`, in which `groups` equal blocks stand one after the
+    other and are divided each (a fused projection of queries, keys and values has three).
+
+    >>> import torch
+    >>> Split(0, groups=2).part(torch.arange(8), rank=1, size=2)
+    tensor([2, 3, 6, 7])
+    """
+
+    dim: int
+    groups: int = 1
+
+    def fits(self, length: int, size: int) -> bool:
+        """True if a dimension of that length can be divided over `size` ranks."""
+        return length % (self.groups * size) == 0
+
+    def ranges(self, length: int, rank: int, size: int) -> list[tuple[int, int]]:
+        """The ranges of the dimension that one rank holds, as (first, last + 1)."""
+        block = length // self.groups
+        part = block // size
+        starts = [group * block + rank * part for group in range(self.groups)]
+        return [(start, start + part) for start in starts]
+
+    def part(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """The part of one rank, a view if there is one group."""
+        ranges = self.ranges(whole.shape[self.dim], rank, size)
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        """The tensor whose parts the ranks hold."""
+        if self.groups == 1:
+            return torch.cat(list(parts), self.dim)
+        blocks = [part.chunk(self.groups, self.dim) for part in parts]
+        return torch.cat(
+            [block for group in zip(*blocks, strict=True) for block in group], self.dim
+        )
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The ranks that share out the layers of a stage, from the view of one of them.
+
+    rank: this rank among them
+    size: how many they are
+    all_reduce: sums a contiguous tensor over them, in place
+    """
+
+    rank: int = 0
+    size: int = 1
+    all_reduce: Callable[[Tensor], object] = lambda tensor: tensor
+
+
+ONE_RANK = TensorRanks()
+_current: ContextVar[TensorRanks] = ContextVar("tensor_ranks", default=ONE_RANK)
+
+
+def current_ranks() -> TensorRanks:
+    """The ranks for which modules are built and run now."""
+    return _current.get()
+
+
+@contextmanager
+def using(ranks: TensorRanks) -> Iterator[None]:
+    """Inside, modules are built and run for these ranks."""
+    token = _current.set(ranks)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def bind(stage: nn.Module, ranks: TensorRanks) -> None:
+    """Makes each forward of a stage run for these ranks, which it was built for."""
+    if ranks.size == 1:
+        return
+    tokens = []
+    stage.register_forward_pre_hook(lambda *_: tokens.append(_current.set(ranks)))
+    stage.register_forward_hook(lambda *_: _current.reset(tokens.pop()), always_call=True)
+
+
+_SPLIT = "tensor_parallel_split"
+
+
+def mark_split(tensor: Tensor, split: Split) -> None:
+    """Notes on a parameter or buffer that it is one rank's part."""
+    setattr(tensor, _SPLIT, split)
+
+
+def split_of(tensor: Tensor) -> Split | None:
+    """How a parameter or buffer is divided; None if each rank has the whole."""
+    return getattr(tensor, _SPLIT, None)
+
+
+def splits_of(stage: nn.Module) -> dict[str, Split]:
+    """The names of the parameters and buffers of a stage that are divided, and how. Read it before
+    the stage is moved or converted: new tensors carry no notes."""
+    tensors = (
+        *stage.named_parameters(remove_duplicate=False),
+        *stage.named_buffers(remove_duplicate=False),
+    )
+    return {name: split for name, tensor in tensors if (split := split_of(tensor))}

@@ -1,0 +1,120 @@
+"""Split layers on t ranks compute what the plain layers do: outputs, gradients, dropout."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.runtime.errors import PlanError
+from asyncpipe.runtime.tensor_parallel import (
+    ColumnLinear,
+    RowLinear,
+    Split,
+    SplitDropout,
+    TensorRanks,
+    local,
+    on_one_rank,
+    parallel_input,
+    split_module,
+    split_parameter,
+    splits_of,
+    sum_over_ranks,
+)
+from asyncpipe.runtime.tensor_parallel.threads import in_threads
+
+
+class Mlp(nn.Module):
+    """Split products with a batch norm and dropout of split channels between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = ColumnLinear(8, 12, groups=3)
+        self.norm = split_module(nn.BatchNorm1d(12), groups=3)
+        self.dropout = SplitDropout(0.5, dim=1, groups=3)
+        self.down = RowLinear(12, 8, groups=3)
+        self.weight = split_parameter(torch.empty(8, 6), dim=1)
+        self.back = split_parameter(torch.empty(6, 8), dim=0)
+        self.bias = nn.Parameter(torch.empty(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = parallel_input(x)
+        x = self.down(self.dropout(self.norm(self.up(x)).tanh()))
+        x = (parallel_input(x) @ self.weight).view(-1, local(6)).relu()
+        return sum_over_ranks(torch.addmm(on_one_rank(self.bias), x, self.back))
+
+
+@cache
+def state() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in Mlp().state_dict().items()
+    }
+
+
+def trained(ranks: TensorRanks) -> tuple[dict[str, Split], dict[str, Tensor]]:
+    """The splits; output, gradients of parameters and input."""
+    module = Mlp()
+    splits = splits_of(module)
+    module.double()
+    parts = {
+        name: splits[name].part(tensor, ranks.rank, ranks.size) if name in splits else tensor
+        for name, tensor in state().items()
+    }
+    module.load_state_dict(parts)
+    torch.manual_seed(1)  # as the initial weights of parts draw fewer numbers
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8).requires_grad_()
+    output = module(x)
+    (output * torch.linspace(0, 1, 32, dtype=torch.float64).view(4, 8)).sum().backward()
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return splits, {"output": output.detach(), "x": x.grad, **gradients}
+
+
+@pytest.mark.parametrize("size", [2])
+def test_outputs_and_gradients_of_split_layers_equal_those_of_the_plain_ones(size: int) -> None:
+    state()
+    _, plain = in_threads(1, trained)[0]
+    results = in_threads(size, trained)
+    for name, expected in plain.items():
+        splits, parts = results[0][0], [found[name] for _, found in results]
+        whole = splits[name].whole(parts) if name in splits else parts[0]
+        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+        if name not in splits:
+            assert all(part.equal(parts[0]) for part in parts)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_parts_of_a_tensor_make_the_whole_again(groups: int) -> None:
+    whole, split = torch.arange(24).view(2, 12), Split(1, groups)
+    parts = [split.part(whole, rank, 2) for rank in range(2)]
+    assert split.whole(parts).equal(whole)
+    assert [part.shape for part in parts] == [(2, 6)] * 2
+
+
+def test_a_size_that_the_ranks_do_not_divide_is_refused_with_both_numbers() -> None:
+    with pytest.raises(PlanError, match=r"7 cannot be divided over 2 tensor ranks"):
+        in_threads(2, lambda _: local(7))
+
+
+def test_an_error_in_one_rank_ends_the_others() -> None:
+    def work(ranks: TensorRanks) -> Tensor:
+        if ranks.rank == 1:
+            raise ValueError("rank 1 fails")
+        return sum_over_ranks(torch.ones(2))
+
+    with pytest.raises(ValueError, match="rank 1 fails"):
+        in_threads(2, work)
+
+
+def test_a_rank_that_sums_less_than_the_others_is_an_error() -> None:
+    def work(ranks: TensorRanks) -> Tensor:
+        return torch.ones(2) if ranks.rank == 1 else sum_over_ranks(torch.ones(2))
+
+    with pytest.raises(RuntimeError, match="tensor rank 1 ends where another one sums"):
+        in_threads(2, work)
