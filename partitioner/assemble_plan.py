@@ -15,12 +15,11 @@ from ..runtime.plan.forecast import forecast_step
 from ..runtime.plan.plan import (
     Boundary,
     Plan,
-    PlanSetting,
-    RankSpec,
     SharedParameter,
     StageSpec,
     TensorSpec,
 )
+from ..runtime.plan.setting import PlanSetting, RankSpec
 from ..runtime.plan.structure import described, names_in
 from .capture import Capture, IfTraining, Size
 from .graph.problem import StageLoad

@@ -8,7 +8,7 @@ and a run's folder hold such a folder, `weights`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,10 @@ def read_tensors(
     aliases: Mapping[str, tuple[str, ...]] | None = None,
     *,
     optional: frozenset[str] = frozenset(),
+    parts: Mapping[str, Callable[[Any], Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Reads the tensors called `names` from a safetensors file or folder, and no others.
+    """Reads the tensors called `names` from a safetensors file or folder, and no others; of those
+    in `parts`, what that function reads of a slice of the file.
 
     A name that the file lacks is looked up under its `aliases` (a tied weight is stored once),
     then without its first component (a file of the base model). Names in `optional` may be
@@ -61,7 +63,10 @@ def read_tensors(
         with _opened(file) as archive:
             for name, key in key_of.items():
                 if files[key] == file:
-                    tensors[name] = archive.get_tensor(key)
+                    read_part = (parts or {}).get(name)
+                    tensors[name] = (
+                        read_part(archive.get_slice(key)) if read_part else archive.get_tensor(key)
+                    )
     return tensors
 
 

@@ -18,7 +18,8 @@ from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.errors import AsyncPipeError, ScheduleError
 from asyncpipe.runtime.launch.launch import schedule_text
 from asyncpipe.runtime.monitoring.gather import RankFigures
-from asyncpipe.runtime.plan.plan import Plan, RankSpec, read_plan
+from asyncpipe.runtime.plan.plan import Plan, read_plan
+from asyncpipe.runtime.plan.setting import RankSpec
 from asyncpipe.runtime.schedule.schedule import one_step
 from asyncpipe.runtime.schedule.simulate import ActionCosts
 from asyncpipe.runtime.schedule.text import from_text

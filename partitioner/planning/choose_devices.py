@@ -30,7 +30,7 @@ import networkx as nx
 from ...runtime.errors import PlanError
 from ...runtime.formatting import write_ms, write_share
 from ...runtime.plan.findings import Candidate
-from ...runtime.plan.plan import RankSpec
+from ...runtime.plan.setting import RankSpec
 from ..graph.rank_model import RankConfig
 from .cluster import Cluster, make_setting
 from .device_layouts import (

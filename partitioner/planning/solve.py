@@ -13,7 +13,7 @@ import numpy as np
 from ...runtime.errors import PlanError
 from ...runtime.formatting import write_gap, write_ms, write_share
 from ...runtime.plan.findings import Candidate
-from ...runtime.plan.plan import RankSpec
+from ...runtime.plan.setting import RankSpec
 from ..graph.cost_graph import costs_of, with_exchanges, with_rotations, with_updates
 from ..graph.costs import Bools, Costs, Link, slowest_link
 from ..graph.problem import (

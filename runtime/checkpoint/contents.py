@@ -11,10 +11,14 @@ Names are those of the original model's parameters, so that ranks with other sta
     probe.<input>                             the micro-batch of a loop of the user's own for which
                                               `--freeze plasticity` compares the outputs of blocks
     buffer.<copy>.<name>                      buffers that are in no state_dict; of a replica all
-    random.<rank>.<generator>                 random number generators
+    random.<rank>.<generator>                 random number generators, by the number that the rank
+                                              would have without tensor ranks
 
 The first stage that holds a tied weight writes its state. Under an asynchronous schedule, the other
 holders may have different state and write it under `<weight>@<stage>`.
+
+Where tensor ranks have parts of a weight, the first of them gathers and writes whole tensors, and a
+rank reads its parts of these.
 
 Dropout needs no generator state: its numbers follow from the seed and the number of the
 micro-batch. The generators of torch, Python, NumPy and CUDA serve user code in data and criteria.
@@ -30,17 +34,20 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..distributed.process_groups import World
+from ..distributed.tensor_group import whole, whole_state
 from ..executor.executor import Executor
 from ..executor.loading import shared_names
 from ..plan.plan import Plan
+from ..tensor_parallel.ranks import Split, TensorRanks, split_of
 from .folders import CheckpointError, Facts, damage_of, read_facts
 from .storage import own_names
 
@@ -105,6 +112,25 @@ class Rank:
     def device(self) -> torch.device:
         return self.executor.device
 
+    @property
+    def tensor_ranks(self) -> TensorRanks:
+        """This rank among those that have parts of the same weights."""
+        return TensorRanks(self.world.tensor_rank, self.world.tensor_ranks)
+
+    @property
+    def number(self) -> int:
+        """The number of this rank without tensor ranks."""
+        return self.world.rank // self.world.tensor_ranks
+
+    @torch.no_grad()
+    def written_states(self) -> dict[int, dict[str, Tensor]]:
+        """Copies of the weights and buffers of the stages that this rank writes, as they are
+        evaluated. Collective among tensor ranks."""
+        modules = self.modules if self.world.copy == 0 else {}
+        with self.executor.eval_weights():
+            states = {stage: whole_state(each, self.world) for stage, each in modules.items()}
+        return states if self.world.is_writer else {}
+
     def key_of(self, stage: int, name: str) -> str | None:
         """The key of a stage's parameter; None where another stage writes it."""
         for shared in self.plan.shared:
@@ -128,41 +154,73 @@ class Rank:
 
 @torch.no_grad()
 def weights_of(rank: Rank, unused: Tensors) -> dict[int, dict[str, Tensor]]:
-    """Copies of the weights and buffers that each stage of this rank writes, under original names;
-    only on the first replica. `unused` are those that no stage reads."""
+    """Copies of the weights and buffers that each stage of this rank writes, under original names.
+    `unused` are those that no stage reads. Collective among tensor ranks."""
     weights = {}
-    with rank.executor.eval_weights():
-        for stage, module in rank.modules.items() if rank.world.copy == 0 else ():
-            state = {**unused, **module.state_dict()}
-            names = own_names(rank.plan, stage)
-            weights[stage] = {name: _copied(state[name]) for name in names if name in state}
+    for stage, own in rank.written_states().items():
+        state = {**{name: _copied(tensor) for name, tensor in unused.items()}, **own}
+        names = own_names(rank.plan, stage)
+        weights[stage] = {name: state[name] for name in names if name in state}
     return weights
 
 
 @torch.no_grad()
 def state_of(rank: Rank) -> dict[str, Tensor]:
-    """Copies of all other state of this rank. Collective among replicas."""
+    """Copies of all other state that this rank writes. Collective among replicas and tensor
+    ranks."""
     tensors: dict[str, Tensor] = {}
     for name, state in random_states(rank.device).items():
-        tensors[f"random.{rank.world.rank}.{name}"] = state
+        tensors[f"random.{rank.number}.{name}"] = state
     copy = rank.world.copy
+    parts: list[tuple[str, Tensor, Split | None]] = []
     for module in rank.modules.values():
         in_weights = module.state_dict().keys() if copy == 0 else ()
         for name, buffer in module.named_buffers():
             if name not in in_weights:
-                tensors[f"buffer.{copy}.{name}"] = buffer
-    pending = {
-        f"shared.{name}.{step}": rank.world.sum_of_copies(summed)
+                parts.append((f"buffer.{copy}.{name}", buffer, split_of(buffer)))
+    known = _parts(rank)
+    pending = [
+        (
+            f"shared.{name}.{step}",
+            rank.world.sum_of_copies(summed),
+            split_of(known[name]) if name in known else None,
+        )
         for (name, step), summed in rank.executor.shared.state().items()
-    }
-    if rank.world.copy == 0:
-        tensors |= dict(_kept_of_weights(rank)) | pending
+    ]
+    if copy == 0:
+        parts += [*_kept_of_weights(rank), *pending]
+    for key, part, split in parts:
+        if (value := whole(part, split, rank.world)) is not None:
+            tensors[key] = value
     if rank.world.rank == 0:
         tensors |= {f"{PROBE}.{name}": value for name, value in rank.probe.items()}
+    if rank.world.tensor_rank > 0:
+        return {}
     return {name: _copied(tensor) for name, tensor in tensors.items()}
 
 
-def _kept_of_weights(rank: Rank) -> Iterator[tuple[str, Tensor]]:
+def _parts(rank: Rank) -> dict[str, Tensor]:
+    """The parameters and buffers that are split, by all their names."""
+    names = shared_names(rank.plan)
+    tensors = chain.from_iterable(
+        (*module.named_parameters(), *module.named_buffers()) for module in rank.modules.values()
+    )
+    return {
+        other: tensor
+        for name, tensor in tensors
+        if split_of(tensor) is not None
+        for other in names.get(name, (name,))
+    }
+
+
+def _kept_of_weights(rank: Rank) -> Iterator[tuple[str, Tensor, Split | None]]:
+    """Key, tensor and split of what is kept of each weight: tensors in its shape are parts as it
+    is, and others are the same on all tensor ranks."""
+    for key, parameter, tensor in _kept_by_weight(rank):
+        yield key, tensor, split_of(parameter) if tensor.shape == parameter.shape else None
+
+
+def _kept_by_weight(rank: Rank) -> Iterator[tuple[str, Tensor, Tensor]]:
     for stage, module in rank.modules.items():
         binder, optimizer = rank.executor.binders[stage], rank.optimizers[stage]
         of_methods = binder.state()
@@ -170,40 +228,43 @@ def _kept_of_weights(rank: Rank) -> Iterator[tuple[str, Tensor]]:
             if (key := rank.key_of(stage, name)) is None:
                 continue
             for part, tensor in optimizer.state_of(parameter).items():
-                yield f"optimizer.{key}.{part}", tensor
+                yield f"optimizer.{key}.{part}", parameter, tensor
             if binder.has_eval_weights or "@" in key:
-                yield f"live.{key}", parameter
+                yield f"live.{key}", parameter, parameter
             for part, tensors in of_methods.items():
                 if name in tensors:
-                    yield f"staleness.{part}.{key}", tensors[name]
+                    yield f"staleness.{part}.{key}", parameter, tensors[name]
 
 
 class Wanted:
-    """Selects the names of a checkpoint's `state` that a rank reads."""
+    """Selects the names of a checkpoint's `state` that a rank reads, and the parts of them."""
 
     def __init__(self, rank: Rank) -> None:
         known = {name for m in rank.modules.values() for name, _ in m.named_parameters()}
         names = known | {first for name in known for first in shared_names(rank.plan).get(name, ())}
         self._names = names
-        self._random = f"random.{rank.world.rank}."
+        self._random = f"random.{rank.number}."
+        self._ranks, self._parts = rank.tensor_ranks, _parts(rank)
         self._buffers = {name for m in rank.modules.values() for name, _ in m.named_buffers()}
         self._copies = {"0", str(rank.world.copy)}
 
     def __call__(self, key: str) -> bool:
         kind, _, rest = key.partition(".")
-        match kind:
-            case "optimizer" | "shared":
-                return rest.rpartition(".")[0].partition("@")[0] in self._names
-            case "live":
-                return rest.partition("@")[0] in self._names
-            case "staleness":
-                return _weight_of(rest).partition("@")[0] in self._names
-            case "buffer":
-                copy, _, name = rest.partition(".")
-                return copy in self._copies and name in self._buffers
-            case "probe":
-                return True
-        return key.startswith(self._random)
+        if kind == "buffer":
+            return rest.partition(".")[0] in self._copies and _name_in(key) in self._buffers
+        if kind in ("optimizer", "shared", "live", "staleness"):
+            return _name_in(key) in self._names
+        return kind == PROBE or key.startswith(self._random)
+
+    def read(self, key: str, stored: Any) -> Tensor | None:
+        """This rank's part of a tensor in a file (a slice of `safetensors`) that is kept of a split
+        weight; None for others, which it reads whole."""
+        ranks, part = self._ranks, self._parts.get(_name_in(key))
+        split = None if part is None or ranks.size == 1 else split_of(part)
+        if part is None or split is None:
+            return None
+        is_of_shape = tuple(stored.get_shape()) == split.whole_shape(part.shape, ranks.size)
+        return split.read(stored, ranks.rank, ranks.size) if is_of_shape else None
 
 
 @torch.no_grad()
@@ -223,7 +284,7 @@ def put(rank: Rank, state: Tensors, step: int, *, each_has_own: bool) -> None:
                     break
     _put_of_weights(rank, state, step, each_has_own)
     _put_pending(rank, state)
-    own = f"random.{world.rank}."
+    own = f"random.{rank.number}."
     states = {key.removeprefix(own): state[key] for key in state if key.startswith(own)}
     if states:
         set_random_states(states, rank.device)
@@ -288,6 +349,21 @@ def _put_of_weights(rank: Rank, state: Tensors, step: int, each_has_own: bool) -
 def _first(candidates: Mapping[str, Kept], keys: Sequence[str]) -> list[Kept]:
     """The state under the first key that exists, as a list; empty if there is none."""
     return [candidates[key] for key in keys if key in candidates][:1]
+
+
+def _name_in(key: str) -> str:
+    """The name of the weight or buffer in a key of `state`; "" if it has none."""
+    kind, _, rest = key.partition(".")
+    match kind:
+        case "optimizer" | "shared":
+            return rest.rpartition(".")[0].partition("@")[0]
+        case "live":
+            return rest.partition("@")[0]
+        case "staleness":
+            return _weight_of(rest).partition("@")[0]
+        case "buffer":
+            return rest.partition(".")[2]
+    return ""
 
 
 def _weight_of(rest: str) -> str:

@@ -25,11 +25,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -117,24 +116,23 @@ def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def read_tensors(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The tensors of a folder whose names are wanted.
+def read_tensors(
+    folder: Path,
+    is_wanted: Callable[[str], bool],
+    read: Callable[[str, Any], Tensor | None] = lambda name, stored: None,
+) -> dict[str, Tensor]:
+    """The tensors of a folder whose names are wanted; of those for which `read` returns a tensor,
+    what it has read of a slice of the file.
 
     Raises CheckpointError for a damaged file.
     """
-    reader = HuggingFaceStorageReader(str(folder))
+    tensors: dict[str, Tensor] = {}
     with _reading(folder):
-        metadata = reader.read_metadata()
-        tensors: dict[str, Any] = {
-            name: torch.empty(stored.size, dtype=stored.properties.dtype)
-            for name, stored in metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata) and is_wanted(name)
-        }
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(tensors, metadata, is_coordinator=True)
-        plan = planner.create_global_plan([planner.create_local_plan()])[0]
-        reader.read_data(planner.finish_plan(plan), planner).wait()
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as archive:
+                for name in filter(is_wanted, archive.keys()):
+                    part = read(name, archive.get_slice(name))
+                    tensors[name] = archive.get_tensor(name) if part is None else part
     return tensors
 
 
@@ -168,20 +166,20 @@ def check_exportable(folder: Path, target: str) -> None:
 def write_weights(
     folder: Path,
     plan: Plan,
-    modules: Mapping[int, nn.Module],
+    states: Mapping[int, Mapping[str, Tensor]],
     unused: Mapping[str, Tensor],
     world: World,
 ) -> None:
     """Writes every stage's tensors as one shard, tied ones once, and the index.
 
-    All ranks call it, each with its own stages; `folder` is the same on all. `unused` are the
-    tensors of the original model that no stage reads; stage 0 writes them.
+    All ranks call it, each with the states of the stages that it writes; `folder` is the same on
+    all. `unused` are the tensors of the original model that no stage reads; stage 0 writes them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stages = len(plan.stages)
     written = 0
-    for index, module in modules.items():
-        state = {**unused, **module.state_dict()}
+    for index, own_state in states.items():
+        state = {**unused, **own_state}
         own = {name: state[name] for name in own_names(plan, index) if name in state}
         write_shard(folder, own, index, stages)
         written += tensor_bytes(own.values())

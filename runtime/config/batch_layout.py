@@ -230,7 +230,8 @@ def with_replicas(settings: Settings, plan: Plan) -> Settings:
         _check_stage_replicas(settings, ranks_of_stage)
         return settings
     replicas = settings.replicas or (1 if settings.schedule == "single" else planned_replicas(plan))
-    if settings.check_replicas and settings.schedule != DDP and replicas == 1:
+    is_alone = replicas * (settings.tensor_parallel or 1) == 1
+    if settings.check_replicas and settings.schedule != DDP and is_alone:
         raise SettingsError(
             f"--check-replicas {settings.check_replicas}, but there is 1 replica.",
             "--replicas 2, or leave it out.",
@@ -289,13 +290,15 @@ def describe_stages(ranks_of_stage: Sequence[Sequence[int]]) -> str:
     return ", ".join(parts)
 
 
-def check_ranks(plan: Plan, schedule: Schedule, started: int, replicas: int = 1) -> None:
+def check_ranks(
+    plan: Plan, schedule: Schedule, started: int, replicas: int = 1, tensor_ranks: int = 1
+) -> None:
     """Raises PlanError unless the number of started ranks is the one that the schedule needs."""
     stages, in_pipeline = len(plan.stages), len(schedule.ranks)
-    wanted = in_pipeline * replicas
+    wanted = in_pipeline * tensor_ranks * replicas
     if started == wanted:
         return
-    if schedule.name == "single" and replicas == 1:
+    if schedule.name == "single" and wanted == 1:
         raise PlanError(
             f"--schedule single runs all {stages} stages in 1 process, {started} ranks were "
             "started.",
@@ -303,15 +306,19 @@ def check_ranks(plan: Plan, schedule: Schedule, started: int, replicas: int = 1)
         )
     were = "1 rank was" if started == 1 else f"{started} ranks were"
     on = f" on {in_pipeline} ranks under {schedule.name}" if in_pipeline != stages else ""
-    times = f" × {in_words(replicas)} = {wanted} ranks" if replicas > 1 else ""
+    times = f" × {tensor_ranks} tensor ranks" if tensor_ranks > 1 else ""
+    times += f" × {in_words(replicas)}" if replicas > 1 else ""
+    times += f" = {wanted} ranks" if times else ""
     ways = [f"Use {wanted} ranks"]
     if schedule.replicas:
         ways += [f"--replicas {started // stages}"] * (started % stages == 0)
-    elif started % in_pipeline == 0:
-        ways.append(f"--replicas {started // in_pipeline}")
+    elif started % (in_pipeline * tensor_ranks) == 0:
+        ways.append(f"--replicas {started // (in_pipeline * tensor_ranks)}")
+    elif tensor_ranks > 1 and started == in_pipeline * replicas:
+        ways.append("--tensor-parallel 1")
     elif replicas > 1:
         ways.append(f"another multiple of {in_pipeline} with --replicas")
-    if started > 1 and replicas == 1:
+    if started > 1 and replicas * tensor_ranks == 1:
         again = ("asyncpipe-partition", "--model", plan.model, "--stages", str(started))
         ways.append(f"partition again: {shlex.join(again)}")
     elif started == 1:

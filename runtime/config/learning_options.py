@@ -80,10 +80,17 @@ class LearningOptions:
         "averaged. [default: those of the plan, including replicated stages; with ddp one for each "
         "process]",
     )
+    tensor_parallel: int | None = _schedules(
+        None,
+        Whole(1, 2**16, 2),
+        "Processes that share out the layers of each stage, in a folder that was made with "
+        "asyncpipe-partition --tensor-parallel. [default: the plan's; 1 with single and ddp]",
+    )
     check_replicas: int = _schedules(
         0,
         STEPS,
-        "Steps between checks that all replicas have equal weights; 0 checks only at the start.",
+        "Steps between checks that all replicas have equal weights, and all tensor ranks those "
+        "that each of them has whole; 0 checks only at the start.",
         on_resume="ignored",
     )
     staleness: str | None = _asynchronous(

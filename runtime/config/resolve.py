@@ -26,10 +26,10 @@ from .asynchronous_options import (
     with_methods,
 )
 from .batch_layout import StepBatch, in_words, uses_symbol, with_replicas
-from .execution_options import ExecutionOptions
 from .freezing_options import resolve_freezing
 from .mixed_precision import check_precision, with_recompute
 from .settings import RunConfig, Settings, SettingsError, left_over
+from .tensor_options import check_tensor_ranks, with_tensor_ranks
 
 _TEACHING: Mapping[str, Any] = {
     "optimizer": "sgd",
@@ -80,7 +80,7 @@ def resolve(
     with_recompute(plan, settings.recompute)
     _check_batch_norm(settings, plan)
     task = find_task(plan, criterion=criterion, architecture=architecture)
-    settings = with_replicas(settings, plan)
+    settings = with_replicas(with_tensor_ranks(settings, plan), plan)
     sizes = _batch(settings, plan)
     batch = StepBatch.divided(**sizes, replicas=settings.replicas or 1)
     settings = replace(settings, **sizes)
@@ -104,6 +104,7 @@ def resolve(
     config = with_methods(RunConfig(**(asdict(settings) | chosen)), plan)
     check_precision(config)
     check_methods(config, plan)
+    check_tensor_ranks(config)
     return config, task
 
 
@@ -179,14 +180,18 @@ def batch_identity(config: RunConfig, task: Task) -> str:
 
 
 def gpu_of_rank(
-    plan: Plan, ranks: Sequence[int], ranks_per_gpu: int = 1, gpus: int = 0
+    plan: Plan,
+    ranks: Sequence[int],
+    ranks_per_gpu: int = 1,
+    gpus: int = 0,
+    tensor_ranks: int = 1,
 ) -> tuple[int, ...]:
     """The GPU of each of the ranks of one machine, which sees `gpus` of them.
 
     A plan for a file of devices names the GPU of each rank by its number in that file; if fewer are
     visible, those that the plan uses count from 0. Otherwise stages that the plan has on one rank
-    share one, and whole replicas have one set of GPUs after the other. Every `ranks_per_gpu` GPUs
-    of this count in a row become one.
+    share one, and whole replicas have one set of GPUs after the other; the tensor ranks of a stage
+    have one after the other. Every `ranks_per_gpu` GPUs of this count in a row become one.
     """
     numbers = _device_numbers(plan, ranks)
     if numbers:
@@ -194,14 +199,15 @@ def gpu_of_rank(
             return numbers
         return tuple(sorted(numbers).index(number) // ranks_per_gpu for number in numbers)
     of_rank = tuple(range(len(ranks)))
-    stages = len(plan.stages)
-    if len(ranks) % stages == 0:
+    in_replica = len(plan.stages) * tensor_ranks
+    if len(ranks) % in_replica == 0:
         planned = sorted(set(plan.device_of_stage))
         of_stage = [planned.index(device) for device in plan.device_of_stage]
         of_rank = tuple(
-            replica * len(planned) + gpu
-            for replica in range(len(ranks) // stages)
+            (replica * len(planned) + gpu) * tensor_ranks + tensor_rank
+            for replica in range(len(ranks) // in_replica)
             for gpu in of_stage
+            for tensor_rank in range(tensor_ranks)
         )
     return tuple(gpu // ranks_per_gpu for gpu in of_rank)
 
@@ -219,12 +225,14 @@ def _device_numbers(plan: Plan, ranks: Sequence[int]) -> tuple[int, ...]:
     return tuple(number for number in numbers if number is not None) if None not in numbers else ()
 
 
-def check_devices(options: ExecutionOptions, plan: Plan, ranks: Sequence[int], gpus: int) -> None:
+def check_devices(options: Settings, plan: Plan, ranks: Sequence[int], gpus: int) -> None:
     """Raises SettingsError when the ranks of this machine need more GPUs than there are."""
     if options.device == "cpu":
         return
-    unshared = len(set(gpu_of_rank(plan, ranks)))
-    if len(set(gpu_of_rank(plan, ranks, options.ranks_per_gpu))) <= gpus:
+    tensor_ranks = options.tensor_ranks
+    unshared = len(set(gpu_of_rank(plan, ranks, tensor_ranks=tensor_ranks)))
+    used = gpu_of_rank(plan, ranks, options.ranks_per_gpu, tensor_ranks=tensor_ranks)
+    if len(set(used)) <= gpus:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""

@@ -56,6 +56,11 @@ class Settings(ExecutionOptions, LearningOptions):
         return self.schedule if is_path else None
 
     @property
+    def tensor_ranks(self) -> int:
+        """The processes that share out the layers of each stage."""
+        return 1 if self.tensor_parallel is None else self.tensor_parallel
+
+    @property
     def trace_steps(self) -> range:
         """The steps to record, counted from 1."""
         if self.trace is None:

@@ -27,7 +27,7 @@ from .. import __version__
 from ..config.execution_options import ExecutionOptions
 from ..config.option_files import own_files
 from ..config.resolve import check_devices, gpu_of_rank
-from ..config.settings import RunConfig, SettingsError
+from ..config.settings import RunConfig, Settings, SettingsError
 from ..errors import TransportError
 from ..plan.plan import Plan
 from ..plan.trust import is_trusted
@@ -367,7 +367,7 @@ class Machine:
 
 
 def find_machine(
-    options: ExecutionOptions, plan: Plan, resources: Sequence[RankResources], rank: int
+    options: Settings, plan: Plan, resources: Sequence[RankResources], rank: int
 ) -> Machine:
     """The hardware that `rank` computes with, by these options.
 
@@ -419,7 +419,7 @@ def machine_with(
 
 
 def _gpus_of(
-    options: ExecutionOptions, plan: Plan, resources: Sequence[RankResources], local: Sequence[int]
+    options: Settings, plan: Plan, resources: Sequence[RankResources], local: Sequence[int]
 ) -> dict[int, Gpu]:
     """The GPU of each rank of one host; ranks that see the same GPUs divide them."""
     if options.device == "cpu":
@@ -429,7 +429,9 @@ def _gpus_of(
         sharing = [other for other in local if resources[other].gpus == resources[rank].gpus]
         visible = resources[rank].gpus
         check_devices(options, plan, sharing, len(visible))
-        of_rank = gpu_of_rank(plan, sharing, options.ranks_per_gpu, len(visible))
+        of_rank = gpu_of_rank(
+            plan, sharing, options.ranks_per_gpu, len(visible), options.tensor_ranks
+        )
         gpus[rank] = visible[of_rank[sharing.index(rank)]]
     return gpus
 

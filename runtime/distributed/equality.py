@@ -1,10 +1,11 @@
 """Weights on all ranks -> a check that replicas and tied parameters are still equal.
 
 Replicas and the holders of a tied parameter start from the same bits and take the same steps, so
-every bit stays equal. A difference means faulty hardware, library versions or processors that
-round differently, code that is not deterministic, or an error of asyncpipe.
+every bit stays equal; so do tensor ranks in the parameters that each of them has whole. A
+difference means faulty hardware, library versions or processors that round differently, code that
+is not deterministic, or an error of asyncpipe.
 
-Replicas are compared completely at the start, then their parameters every `--check-replicas` steps.
+Both are compared completely at the start, then their parameters every `--check-replicas` steps.
 Buffers that depend on data, such as batch norm's statistics, differ between replicas.
 If the holders of a tied parameter differ, the evaluated model is not the saved one, so the run
 reports it. Where single stages have replicas, all ranks of all holders sum the gradient of a tied
@@ -24,6 +25,7 @@ from ..config.settings import RunConfig
 from ..errors import AsyncPipeError
 from ..plan.plan import Plan
 from ..tensor_files import raw_bytes
+from ..tensor_parallel.ranks import split_of
 from .process_groups import World, gather_alike
 
 _DIGEST_BYTES = 16
@@ -34,7 +36,8 @@ class ReplicaError(AsyncPipeError):
 
 
 class Equality:
-    """Compares this rank's stages with those of its replicas, and the tied parameters it holds.
+    """Compares this rank's stages with those of its replicas and tensor ranks, and the tied
+    parameters it holds.
 
     The constructor compares everything. It and `check` are collective and raise ReplicaError, the
     same on all replicas.
@@ -63,24 +66,36 @@ class Equality:
             self._compare(_named(modules, with_buffers=False), f"after step {step}")
 
     def _compare(self, tensors: Iterable[tuple[str, Tensor]], when: str) -> None:
-        if self._world.data_parallel_group is None:
+        grid, rank = self._world.grid, self._world.rank
+        groups = (
+            (self._world.data_parallel_group, grid.copies_of(rank), "replicas"),
+            (self._world.tensor_group, grid.tensor_group_of(rank), "tensor ranks"),
+        )
+        if all(group is None for group, _, _ in groups):
             return
-        names, digests = [], []
-        for name, tensor in tensors:
-            names.append(name)
-            digests.append(_digest(tensor))
-        if names:
-            copies = self._world.grid.copies_of(self._world.rank)
-            _check(copies, self._world.gathered_from_copies(b"".join(digests)), names, when)
+        digests = {(name, split_of(tensor) is None): _digest(tensor) for name, tensor in tensors}
+        for group, ranks, what in groups:
+            is_compared = {key: what == "replicas" or key[1] for key in digests}
+            names = [key[0] for key in digests if is_compared[key]]
+            if group is not None and names:
+                content = b"".join(digests[key] for key in digests if is_compared[key])
+                of_ranks = gather_alike(content, len(ranks), group)
+                _check(ranks, of_ranks, names, when, what)
 
 
-def _check(ranks: Sequence[int], digests: Sequence[bytes], names: Sequence[str], when: str) -> None:
+def _check(
+    ranks: Sequence[int],
+    digests: Sequence[bytes],
+    names: Sequence[str],
+    when: str,
+    what: str = "replicas",
+) -> None:
     for rank, other in zip(ranks, digests, strict=True):
         for at, name in enumerate(names):
             place = slice(at * _DIGEST_BYTES, (at + 1) * _DIGEST_BYTES)
             if other[place] != digests[0][place]:
                 raise ReplicaError(
-                    f"ranks {ranks[0]} and {rank} are replicas, but differ in {name} {when}.",
+                    f"ranks {ranks[0]} and {rank} are {what}, but differ in {name} {when}.",
                     "Start all ranks from the same --init-from."
                     if "start" in when
                     else "Look for an operation that is not deterministic, a different library "

@@ -282,7 +282,7 @@ def failure_of(
         rank,
         what,
         cure,
-        is_consequence(error),
+        is_consequence(root_of(error)),
         time.time(),
         "".join(traceback.format_exception(error)),
         comes_again,

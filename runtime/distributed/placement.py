@@ -10,7 +10,7 @@ from ..plan.plan import Plan
 from ..schedule.schedule import Schedule
 from ..transports.choose import TransportChoice
 from .cpu_affinity import Machine
-from .ranks import Grid
+from .grid import Grid
 
 _FEW = 8
 
@@ -25,11 +25,15 @@ def describe_ranks(grid: Grid, transport: TransportChoice, machine: Machine) -> 
     hosts = dict.fromkeys(machine.host_of_rank)
     several = len(hosts) > 1
     whole = f", {grid.replicas} replicas of {grid.ranks}" if grid.replicas > 1 else ""
+    split = f" × {grid.tensor_ranks} tensor ranks" if grid.tensor_ranks > 1 else ""
+    if split:
+        whole = whole or f", {grid.ranks}"
     if grid.ranks_of_stage:
         whole = f", {describe_stages(grid.ranks_of_stage)}"
     if grid.ranks == 1:
         whole = ", all stages in each"
-    head = f"{ranks} processes{whole}" + (f" on {len(hosts)} hosts" if several else "")
+        split = f", split over {grid.tensor_ranks} tensor ranks" if split else ""
+    head = f"{ranks} processes{whole}{split}" + (f" on {len(hosts)} hosts" if several else "")
     if machine.launcher:
         head += f" by {machine.launcher}"
     means = f"{transport.name} over {machine.interface}" if several else str(transport)
@@ -56,6 +60,21 @@ def describe_placement(plan: Plan, schedule: Schedule, machine: Machine) -> str:
     )
     verb = "crosses" if crossing == 1 else "cross"
     return f"{_ranks_of_hosts(hosts)} · {crossing} of {len(pairs)} boundaries {verb} hosts"
+
+
+def tensor_ranks_warning(grid: Grid, machine: Machine) -> str:
+    """A warning if tensor ranks of a stage are on several hosts; "" otherwise."""
+    hosts = machine.host_of_rank
+    groups = map(grid.tensor_group_of, range(len(hosts)))
+    apart = next((ranks for ranks in groups if len({hosts[rank] for rank in ranks}) > 1), None)
+    if apart is None:
+        return ""
+    first, last = apart[0], apart[-1]
+    return (
+        f"--tensor-parallel {grid.tensor_ranks}, but ranks {first} and {last}, which share out one "
+        f"stage, are on {hosts[first]} and {hosts[last]}: every split layer sums over the network. "
+        "Use a number that divides the ranks of a host."
+    )
 
 
 def placement_warning(plan: Plan, machine: Machine) -> str:

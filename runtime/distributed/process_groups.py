@@ -1,8 +1,8 @@
 """Rank and options -> the process groups of a run, and a key-value store that its ranks share.
 
 `join` connects the ranks over gloo at rank 0's address and exchanges their resources. All ranks
-share two groups; with replicas, each rank also has a group for its pipeline and one for the ranks
-with the same stages.
+share two groups; with replicas or tensor ranks, each rank also has a group for its pipeline, one
+for the ranks with the same stages, and one for its tensor ranks.
 
 Through the `SharedStore`, a rank posts or reads short texts at any moment and from any thread,
 without a collective and without waiting for other ranks.
@@ -36,8 +36,9 @@ from .cpu_affinity import (
     find_resources,
     resources_from,
 )
+from .grid import Grid
 from .interfaces import VARIABLES, address_of, choose_interface, name_interface
-from .ranks import ALONE, Grid, RankInfo
+from .ranks import ALONE, RankInfo
 from .rendezvous import found_hosts, joining_error, open_store, wait_for_all
 
 _PATIENCE = datetime.timedelta(days=1)
@@ -51,10 +52,12 @@ class World:
     control: group of all ranks, for collectives between segments; None for a lone rank.
     metrics: group of all ranks, for metrics on their way to rank 0; None for a lone rank.
     machine: the cores, threads and device of this rank.
-    replicas: the number of pipelines.
-    replica_group: group of this rank's pipeline, if there are several replicas; None if it has one
-        rank.
-    data_parallel_group: group of the ranks with the same stages; None without others.
+    replicas: the number of replicas of the whole pipeline.
+    tensor_ranks: the number of ranks that share out the layers of each stage.
+    replica_group: group of this rank's pipeline, if there are several; None if it has one rank.
+    data_parallel_group: group of the ranks with the same parts of the same stages; None without
+        others.
+    tensor_group: group of the ranks that share out the layers of this rank's stages; None for one.
     ranks_of_stage: where single stages have replicas, the ranks of each stage, as for `Grid`.
     tied_groups: the groups of this rank's tied parameters, by their number in the plan; only where
         single stages have replicas.
@@ -65,8 +68,10 @@ class World:
     metrics: dist.ProcessGroup | None = field(default=None)
     machine: Machine = field(default_factory=Machine)
     replicas: int = 1
+    tensor_ranks: int = 1
     replica_group: dist.ProcessGroup | None = None
     data_parallel_group: dist.ProcessGroup | None = None
+    tensor_group: dist.ProcessGroup | None = None
     ranks_of_stage: tuple[tuple[int, ...], ...] = ()
     tied_groups: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
 
@@ -80,7 +85,8 @@ class World:
 
     @property
     def grid(self) -> Grid:
-        return Grid(self.ranks // self.replicas, self.replicas, self.ranks_of_stage)
+        in_pipeline = self.ranks // (self.replicas * self.tensor_ranks)
+        return Grid(in_pipeline, self.replicas, self.tensor_ranks, self.ranks_of_stage)
 
     @property
     def replica(self) -> int:
@@ -92,6 +98,16 @@ class World:
         return self.grid.copy_of(self.rank)
 
     @property
+    def tensor_rank(self) -> int:
+        """The rank among those that share out the layers of the same stages."""
+        return self.grid.tensor_rank_of(self.rank)
+
+    @property
+    def is_writer(self) -> bool:
+        """True on the rank that writes and counts for all that have the same stages."""
+        return self.copy == 0 and self.tensor_rank == 0
+
+    @property
     def pipeline_rank(self) -> int:
         """The rank within the pipeline, which schedules and channels use."""
         return self.grid.rank_of(self.rank)
@@ -99,7 +115,8 @@ class World:
     @property
     def pipeline_group(self) -> dist.ProcessGroup | None:
         """The group of this rank's pipeline; None if it has one rank."""
-        return self.replica_group if self.replicas > 1 else self.control
+        has_several = self.replicas * self.tensor_ranks > 1
+        return self.replica_group if has_several else self.control
 
     def text_of_first(self, text: str = "") -> str:
         """Broadcasts the text of rank 0 to every rank."""
@@ -122,17 +139,20 @@ class World:
         result: list[float] = summed.tolist()
         return result
 
+    def tensor_sums(self, values: list[float]) -> list[float]:
+        """The sum of each value over the ranks that share out the layers of the same stages."""
+        if self.tensor_group is None:
+            return values
+        summed = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(summed, group=self.tensor_group)
+        result: list[float] = summed.tolist()
+        return result
+
     def gathered(self, content: bytes) -> list[bytes]:
         """The content of each rank; all must have the same length."""
         return (
             [content] if self.control is None else gather_alike(content, self.ranks, self.control)
         )
-
-    def gathered_from_copies(self, content: bytes) -> list[bytes]:
-        """The content of each rank with the same stages, by replica; all of the same length."""
-        if self.data_parallel_group is None:
-            return [content]
-        return gather_alike(content, len(self.grid.copies_of(self.rank)), self.data_parallel_group)
 
     def sum_of_copies(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks with the same stages. To the last bit that of a gradient bucket,
@@ -183,6 +203,7 @@ def join(info: RankInfo, config: RunConfig, plan: Plan, code: Mapping[str, str])
         metrics,
         machine,
         config.pipelines,
+        config.tensor_ranks,
         ranks_of_stage=stage_replicas(plan, config),
     )
     return _in_groups(world, plan, timeout)
@@ -260,8 +281,8 @@ def _gather_resources(
 
 
 def _in_groups(world: World, plan: Plan, timeout: datetime.timedelta) -> World:
-    """The world with the groups of this rank's pipeline, of the ranks with its stages, and of the
-    holders of its tied parameters.
+    """The world with the groups of this rank's pipeline, of the ranks with its stages, of its
+    tensor ranks, and of the holders of its tied parameters.
 
     Only the members of a group create it, so a rank that is in none creates one of itself: torch
     names a group by its ranks and by the number of groups that a process has created.
@@ -274,11 +295,14 @@ def _in_groups(world: World, plan: Plan, timeout: datetime.timedelta) -> World:
         )
         return group
 
-    if grid.most_copies == 1:
+    if grid.most_copies * grid.tensor_ranks == 1:
         return world
     if not grid.ranks_of_stage:
-        own = group_of(grid.pipeline_of(rank)) if grid.ranks > 1 else None
-        return replace(world, replica_group=own, data_parallel_group=group_of(grid.copies_of(rank)))
+        ranks_of_group = grid.pipeline_of(rank), grid.copies_of(rank), grid.tensor_group_of(rank)
+        own, copies, tensor = (
+            group_of(ranks) if len(ranks) > 1 else None for ranks in ranks_of_group
+        )
+        return replace(world, replica_group=own, data_parallel_group=copies, tensor_group=tensor)
     copies = group_of(grid.copies_of(rank))
     holders = {
         number: grid.holders_of(shared.stages)

@@ -1,23 +1,10 @@
-"""Launcher's environment and replicas -> each process's rank, replica and host.
+"""Launcher's environment -> each process's rank and host.
 
-Ranks: torchrun, srun, Open MPI and MPICH (and Intel MPI) set environment variables with a process's
-rank; without a launcher, the command starts its ranks as torchrun does. `--master-addr` adds what a
-launcher leaves out, such as rank 0's address under mpirun. Ranks that are started by hand have
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or the options of the same meaning; which of them
-share a host is found in the rendezvous.
-
-Replicas:
-
-    process         0      1      2      3          replicas 2, ranks 2
-    replica         0      0      1      1
-    pipeline rank   0      1      0      1
-
-Ranks of a pipeline are neighbors, so a launcher that fills one host after the other keeps a
-pipeline on one host where possible: boundary tensors travel at every micro-batch, gradients once a
-step. Where single stages have replicas, there is one pipeline, whose ranks are the processes:
-
-    process         0      1      2          stage 0 on ranks 0 and 1, stage 1 on rank 2
-    copy            0      1      0          of its stage
+The launchers torchrun, srun, Open MPI and MPICH (and Intel MPI) set environment variables with a
+process's rank; without a launcher, the command starts its ranks as torchrun does. `--master-addr`
+adds what a launcher leaves out, such as rank 0's address under mpirun. Ranks that are started by
+hand have RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or the options of the same meaning; which
+of them share a host is found in the rendezvous.
 """
 
 from __future__ import annotations
@@ -25,14 +12,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from ..config.settings import SettingsError
-from ..schedule.schedule import Schedule
 
 DEFAULT_PORT = 29500
 """The default port of the rendezvous across hosts, as in torchrun."""
@@ -362,88 +348,3 @@ def _port_of(job: str, *, on_one_host: bool) -> int:
         return DEFAULT_PORT
     name = job or str(os.getppid())
     return 20_000 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 10_000
-
-
-Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """The processes of a run as pipelines and ranks.
-
-    ranks: ranks per pipeline.
-    replicas: the number of pipelines.
-    ranks_of_stage: where single stages have replicas, the ranks of each stage of the one pipeline.
-
-    >>> grid = Grid(ranks=4, replicas=2)
-    >>> grid.replica_of(5), grid.rank_of(5)
-    (1, 1)
-    >>> grid.pipeline_of(5), grid.copies_of(5)
-    ((4, 5, 6, 7), (1, 5))
-    >>> grid = Grid(ranks=3, ranks_of_stage=((0, 1), (2,)))
-    >>> grid.copies_of(1), grid.copy_of(1), grid.share_of(1, "abcde")
-    ((0, 1), 1, 'bd')
-    """
-
-    ranks: int
-    replicas: int = 1
-    ranks_of_stage: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def processes(self) -> int:
-        return self.ranks * self.replicas
-
-    def replica_of(self, process: int) -> int:
-        return process // self.ranks
-
-    def rank_of(self, process: int) -> int:
-        """The rank within the process's pipeline."""
-        return process % self.ranks
-
-    def first_of(self, replica: int) -> int:
-        """The first process of a replica."""
-        return replica * self.ranks
-
-    def pipeline_of(self, process: int) -> tuple[int, ...]:
-        """The processes of the same replica."""
-        first = self.first_of(self.replica_of(process))
-        return tuple(range(first, first + self.ranks))
-
-    def copies_of(self, process: int) -> tuple[int, ...]:
-        """The processes that have the same stages, one per replica."""
-        for ranks in self.ranks_of_stage:
-            if process in ranks:
-                return ranks
-        return tuple(range(self.rank_of(process), self.processes, self.ranks))
-
-    def copy_of(self, process: int) -> int:
-        """The index of a process in its `copies_of`."""
-        return self.copies_of(process).index(process)
-
-    @property
-    def most_copies(self) -> int:
-        """The largest number of processes that have the same stages."""
-        return max(map(len, self.ranks_of_stage), default=self.replicas)
-
-    def holders_of(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """The processes of the given stages, where single stages have replicas."""
-        return tuple(sorted(rank for stage in stages for rank in self.ranks_of_stage[stage]))
-
-    def share_of(self, process: int, of_pipeline: Sequence[Item]) -> Sequence[Item]:
-        """The items of the micro-batches that a process runs, out of one item per micro-batch."""
-        if not self.ranks_of_stage:
-            return of_pipeline
-        return of_pipeline[self.copy_of(process) :: len(self.copies_of(process))]
-
-    def stages_of(self, process: int, schedule: Schedule) -> tuple[int, ...]:
-        """The stages of a process."""
-        return schedule.stages_of(self.rank_of(process))
-
-    def whose(self, process: int) -> str:
-        """The replica of a process, as a suffix to its stages: ` of replica 1`, or ""."""
-        return f" of replica {self.copy_of(process)}" if len(self.copies_of(process)) > 1 else ""
-
-
-def grid_of(schedule: Schedule, replicas: int | None) -> Grid:
-    """The grid of a pipeline's schedule and its replicas (default 1)."""
-    return Grid(len(schedule.ranks), replicas or 1, schedule.replicas)

@@ -33,10 +33,11 @@ Kind = Literal[
 
 COMPUTING: tuple[Kind, ...] = ("F", "B", "W", "S", "norm", "cache")
 
-PURPOSES = ("activation", "gradient", "generator state", "tied", "replicas")
+TENSOR_RANKS = "tensor ranks"
+PURPOSES = ("activation", "gradient", "generator state", "tied", "replicas", TENSOR_RANKS)
 """The purposes of the bytes that a rank sends in its steps: tensors between stages and their
-gradients, the state of random generators that travels with them, and gradients of tied parameters
-and of replicas."""
+gradients, the state of random generators that travels with them, gradients of tied parameters and
+of replicas, and the summands of split layers."""
 
 CACHE_ASKED, CACHE_HITS, CACHE_BYTES = CACHE_FIGURES = ("asked", "hits", "taken_bytes")
 """The micro-batches that a cache was asked for, those of them that it had, and the bytes that it
@@ -89,7 +90,7 @@ class Activity(NamedTuple):
     - send: handing a message to the transport
     - taken: waiting until a message was taken
     - meet: waiting for all ranks
-    - exchange: summing gradients over replicas
+    - exchange: summing gradients over replicas, or summands of split layers over tensor ranks
     - writing: writing checkpoints or records
     - other: something else, in words
     """

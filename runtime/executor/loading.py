@@ -24,6 +24,16 @@ from ..plan.plan import NO_WEIGHTS, Plan, StageSpec, read_plan, verify_evaluates
 from ..plan.structure import rebuilt
 from ..plan.trust import own_modules
 from ..tensor_files import read_tensors, write_shard
+from ..tensor_parallel.ranks import (
+    ONE_RANK,
+    Split,
+    TensorRanks,
+    bind,
+    mark_splits,
+    split_of,
+    splits_of,
+    using,
+)
 from ..user_code import hashed_name, import_file, source_of
 
 
@@ -51,14 +61,15 @@ def load_stage(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     code: Mapping[str, str] | None = None,
+    ranks: TensorRanks = ONE_RANK,
 ) -> nn.Module:
     """Builds stage `index` of a generated folder and loads its tensors.
 
     `weights` is a safetensors file or folder of the original model; by default the folder's own
-    weights. Each stage reads only its own tensors. `dtype` is that of floating-point tensors, by
-    default as generated. `code` is as for `load_stage_class`. Raises
-    PlanError if the folder lacks the stage or has no weights, DataError if the weights belong to
-    another model.
+    weights. Each stage reads only its own tensors, and one of several tensor `ranks` only its parts
+    of them. `dtype` is that of floating-point tensors, by default as generated. `code` is as for
+    `load_stage_class`. Raises PlanError if the folder lacks the stage or has no weights, DataError
+    if the weights belong to another model.
     """
     folder = Path(folder)
     spec = plan.stages[index]
@@ -69,12 +80,17 @@ def load_stage(
             "Give some with --init-from (weights= in Python), or partition the model again"
             f"{_without(plan)}.",
         )
-    with SkipRandomInit():
+    with SkipRandomInit(), using(ranks):
         module = load_stage_class(folder, spec, code)()
+    splits = splits_of(module)
     module.to(dtype=dtype)  # before it is filled: weights of a checkpoint keep all their digits
-    fill_stage(module, weights or own, plan)
-    _fill_constants(module, own, plan)
-    return module.to(device)
+    mark_splits(module, splits)
+    fill_stage(module, weights or own, plan, ranks)
+    _fill_constants(module, own, plan, ranks)
+    module.to(device)
+    mark_splits(module, splits)
+    bind(module, ranks)
+    return module
 
 
 def load_unused(
@@ -144,23 +160,55 @@ class SkipRandomInit(TorchFunctionMode):
 
 
 @torch.no_grad()
-def fill_stage(module: nn.Module, path: str | Path, plan: Plan) -> None:
-    """Reads a stage's tensors from weights of the original model. Raises DataError if these belong
-    to another model."""
+def fill_stage(
+    module: nn.Module, path: str | Path, plan: Plan, ranks: TensorRanks = ONE_RANK
+) -> None:
+    """Reads a stage's tensors from weights of the original model, or the parts of one of several
+    tensor ranks. Raises DataError if these belong to another model."""
     own = module.state_dict(keep_vars=True)
     buffers = frozenset(name for name, _ in module.named_buffers())
-    read = read_tensors(path, own, shared_names(plan), optional=buffers)
-    wrong = [name for name, tensor in read.items() if tensor.shape != own[name].shape]
+    parts = _parts_of(own, ranks)
+    read = read_tensors(path, own, shared_names(plan), optional=buffers, parts=parts)
+    wrong = [
+        name
+        for name, tensor in read.items()
+        if tensor.shape != own[name].shape or tensor.is_meta  # a whole one of another size
+    ]
     if wrong:
         name = wrong[0]
+        split, planned = split_of(own[name]), tuple(own[name].shape)
+        if split is not None:
+            planned = split.whole_shape(planned, ranks.size)
         raise DataError(
             f"{path} is not of {plan.name} as planned: {len(wrong)} of {len(read)} tensors differ "
             f"in shape, the first is {name}: {tuple(read[name].shape)} in the file, "
-            f"{tuple(own[name].shape)} in the plan.",
+            f"{planned} in the plan.",
             "Give weights of the planned model, or partition the model that these belong to.",
         )
     for name, tensor in read.items():
         own[name].copy_(tensor)
+
+
+def _parts_of(
+    own: Mapping[str, Tensor], ranks: TensorRanks, prefix: str = ""
+) -> dict[str, Callable[[Any], Tensor]]:
+    """What a tensor rank reads of the tensors that are split: its part, or a tensor without values
+    in the shape of one that is not of this model."""
+
+    def reader(split: Split, shape: tuple[int, ...]) -> Callable[[Any], Tensor]:
+        def read(stored: Any) -> Tensor:
+            if tuple(stored.get_shape()) != shape:
+                return torch.empty(stored.get_shape(), device="meta")
+            return split.read(stored, ranks.rank, ranks.size)
+
+        return read
+
+    splits = {name: split_of(tensor) for name, tensor in own.items()} if ranks.size > 1 else {}
+    return {
+        prefix + name: reader(split, split.whole_shape(own[name].shape, ranks.size))
+        for name, split in splits.items()
+        if split is not None
+    }
 
 
 def _why_none(plan: Plan) -> str:
@@ -175,18 +223,19 @@ def _without(plan: Plan) -> str:
 
 
 @torch.no_grad()
-def _fill_constants(module: nn.Module, path: Path, plan: Plan) -> None:
+def _fill_constants(module: nn.Module, path: Path, plan: Plan, ranks: TensorRanks) -> None:
     """Buffers outside the state_dict whose values their constructor cannot make."""
-    names = dict(module.named_buffers()).keys() & set(plan.constants)
-    if not names:
+    own = {name: each for name, each in module.named_buffers() if name in plan.constants}
+    if not own:
         return
     if not path.is_dir():
         raise PlanError(
-            f"{path.parent} lacks the values of {', '.join(sorted(names)[:3])}, which are in no "
+            f"{path.parent} lacks the values of {', '.join(sorted(own)[:3])}, which are in no "
             f"weights: {_why_none(plan)}.",
             f"Partition the model again{_without(plan)}.",
         )
-    for name, tensor in read_tensors(path, [CONSTANTS + name for name in sorted(names)]).items():
+    names, parts = [CONSTANTS + name for name in sorted(own)], _parts_of(own, ranks, CONSTANTS)
+    for name, tensor in read_tensors(path, names, parts=parts).items():
         module.get_buffer(name.removeprefix(CONSTANTS)).copy_(tensor)
 
 

@@ -15,16 +15,17 @@ class ObservedTransport:
     """A transport whose waits are recorded as `receive` and `taken`, and whose sends as `send`. It
     counts the bytes of the tensors that it is given.
 
-    `first_rank` is the number of the pipeline's rank 0 among the ranks of all replicas.
+    `first_rank` is the number of the pipeline's rank 0 among all ranks, and `every` the distance to
+    the next one.
     """
 
     def __init__(
-        self, transport: Transport, activities: Activities, *, first_rank: int = 0
+        self, transport: Transport, activities: Activities, *, first_rank: int = 0, every: int = 1
     ) -> None:
         self._transport = transport
         self._activities = activities
-        self._first_rank = first_rank
-        self._numbered = _Numbered(first_rank)
+        self._first_rank, self._every = first_rank, every
+        self._numbered = _Numbered(first_rank, every)
         self._messages: dict[Channel, StageMessage] = {}
 
     @property
@@ -68,25 +69,28 @@ class ObservedTransport:
                 channel.name,
                 channel.source,
                 channel.target,
-                self._first_rank + channel.source_rank,
-                self._first_rank + channel.target_rank,
+                self._first_rank + self._every * channel.source_rank,
+                self._first_rank + self._every * channel.target_rank,
                 math.prod(channel.shape) * channel.dtype.itemsize,
             )
         return self._messages[channel]
 
 
 class _Numbered:
-    """Inside, errors of the transport name the first rank that ranks are counted from, if it is not
-    0."""
+    """Inside, errors of the transport say from which rank and in which steps ranks are counted, if
+    not one by one from 0."""
 
-    __slots__ = ("_first_rank",)
+    __slots__ = ("_counted",)
 
-    def __init__(self, first_rank: int) -> None:
-        self._first_rank = first_rank
+    def __init__(self, first_rank: int, every: int) -> None:
+        self._counted = ""
+        if first_rank or every > 1:
+            steps = f" in steps of {every}" if every > 1 else ""
+            self._counted = f" (ranks of one replica, counted from rank {first_rank}{steps})"
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self._first_rank and isinstance(error, TransportError):
-            error.what += f" (ranks of one replica, counted from rank {self._first_rank})"
+        if isinstance(error, TransportError):
+            error.what += self._counted

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
-from ..errors import AsyncPipeError
+from ..errors import AsyncPipeError, TransportError
 from ..plan.plan import StageSpec
 from ..rng import GeneratorState, drawing_from
 from ..staleness.weight_versions import Weights
@@ -331,7 +331,9 @@ class Stage:
         )
         return bound
 
-    def _error(self, action: str, micro_batch: int, error: Exception) -> StageError:
+    def _error(self, action: str, micro_batch: int, error: Exception) -> AsyncPipeError:
+        if isinstance(error, TransportError):  # of a sum over tensor ranks
+            return error
         place = own_line(error)
         is_of_stage = place.rpartition(":")[0] == inspect.getfile(type(self.module))
         at = f" ({place})" if place and not is_of_stage else ""

@@ -258,7 +258,7 @@ def ranks_of(config: RunConfig, plan: Plan) -> int:
     """The most ranks of a run."""
     alone = config.schedule == "single"
     ranks = 1 if alone else config.ranks or len(plan.stages)
-    return ranks * config.pipelines
+    return ranks * config.pipelines * config.tensor_ranks
 
 
 def _gpus(sweep: Sweep) -> list[str] | None:

@@ -18,7 +18,8 @@ from typing import Any
 
 from ..config.segments import make_segment
 from ..config.settings import Settings
-from ..distributed.ranks import find_rank_info, grid_of
+from ..distributed.grid import grid_of
+from ..distributed.ranks import find_rank_info
 from ..launch.job import make_job
 from ..launch.slurm import train_command
 from ..user_code import command_line, file_hash, names_object
@@ -174,7 +175,7 @@ def ranks_of(settings: Settings) -> int:
     """The processes of a run, whose plan exists."""
     job = make_job(settings)
     schedule = make_segment(job.plan, job.config, steps=1)
-    return grid_of(schedule, job.config.replicas).processes
+    return grid_of(schedule, job.config.pipelines, job.config.tensor_ranks).processes
 
 
 def variables(folder: JobFolder) -> Mapping[str, str]:

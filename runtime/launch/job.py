@@ -27,9 +27,9 @@ from ..data.streams import UNKNOWN_LENGTH
 from ..data.task import Task, architecture_of
 from ..data.tokens import tokenizer_of
 from ..distributed.failure import RankFolder, disk_error
+from ..distributed.grid import grid_of
 from ..distributed.interfaces import check_interface
 from ..distributed.process_groups import World
-from ..distributed.ranks import grid_of
 from ..errors import AsyncPipeError, DataError
 from ..executor.compiled import check_compiler
 from ..executor.loading import ChangedCodeError
@@ -131,7 +131,7 @@ def make_job(
     config, task = _resolved(settings, planned)
     if config.debug is not None:
         schedule = make_segment(sized_plan(planned, config), config, steps=1)
-        check_debugger(config, grid_of(schedule, config.replicas).processes)
+        check_debugger(config, grid_of(schedule, config.pipelines, config.tensor_ranks).processes)
     check_log(config)
     return Job(config, task, planned, folder or _next_folder(settings), code, settings)
 

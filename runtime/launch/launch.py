@@ -21,8 +21,9 @@ from ..config.segments import make_segment
 from ..config.settings import Settings, SettingsError
 from ..distributed.cpu_affinity import find_machine, find_resources
 from ..distributed.failure import RankError, RankFolder, disk_error, failure_of
+from ..distributed.grid import grid_of
 from ..distributed.process_groups import World, join, leave, stay_alone
-from ..distributed.ranks import RankInfo, given_rank_info, grid_of
+from ..distributed.ranks import RankInfo, given_rank_info
 from ..errors import LOADER_HAS_ENDED, AsyncPipeError, DataError, is_of_loader, root_of
 from ..monitoring.records import Reporter
 from ..plan.trust import is_trusted, remember, untrusted
@@ -63,7 +64,7 @@ def run(
     if settings.trust:
         remember(settings.folder)
     has_one_rank = job.config.schedule == "single" or job.config.ranks == 1
-    alone = has_one_rank and job.config.replicas == 1
+    alone = has_one_rank and job.config.pipelines * job.config.tensor_ranks == 1
     if alone and not settings.has_network:
         raise SettingsError(
             "--transport none, but the run has 1 process and needs no network.",
@@ -106,7 +107,7 @@ def _show(job: Job, reporter: Reporter) -> None:
     job = check_unstarted(job)
     config, plan = job.config, job.plan
     schedule = make_segment(plan, config, steps=1)
-    grid = grid_of(schedule, config.replicas)
+    grid = grid_of(schedule, config.pipelines, config.tensor_ranks)
     resources = (find_resources(config, plan, job.code),) * grid.processes
     machine = find_machine(config, plan, resources, 0)
     dtypes = find_boundary_dtypes(config, plan, job.code)
@@ -152,7 +153,8 @@ def _run_alone(job: Job, reporter: str) -> Path:
 
 def _join(job: Job, info: RankInfo, reporter: str) -> Path:
     schedule = make_segment(job.plan, job.config, steps=1)
-    check_ranks(job.planned, schedule, info.ranks, job.config.pipelines)
+    grid = grid_of(schedule, job.config.pipelines, job.config.tensor_ranks)
+    check_ranks(job.planned, schedule, info.ranks, grid.replicas, grid.tensor_ranks)
     _check_restarts(job.config, info)
     left: RankFolder | None = None
     try:
@@ -170,7 +172,7 @@ def _join(job: Job, info: RankInfo, reporter: str) -> Path:
             shutil.rmtree(left.path)
         leave()
     except Exception as error:
-        stages = stages_of_ranks(schedule, job.config.replicas)[info.rank]
+        stages = stages_of_ranks(schedule, grid)[info.rank]
         raise _own_error(error, info.rank, stages, left) from error
     if stopped is not None:
         raise stopped

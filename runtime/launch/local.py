@@ -41,7 +41,7 @@ from ..checkpoint.resuming import how_to_go_on, with_way_on
 from ..config.resolve import check_devices
 from ..config.segments import make_segment
 from ..distributed.failure import RankError, RankFolder, disk_error
-from ..distributed.ranks import grid_of
+from ..distributed.grid import Grid, grid_of
 from ..distributed.rendezvous import Loopback
 from ..import_path import ISOLATED
 from ..process import STOPPING, Ended, Interrupted, handled
@@ -224,13 +224,13 @@ def start_ranks(job: Job, reporter: str, on_launch: Callable[[int], None]) -> Pa
     signal asked the run to stop, Interrupted after Ctrl-C.
     """
     schedule = make_segment(job.plan, job.config, steps=1)
-    grid = grid_of(schedule, job.config.replicas)
+    grid = grid_of(schedule, job.config.pipelines, job.config.tensor_ranks)
     check_devices(job.config, job.plan, range(grid.processes), torch.cuda.device_count())
     expect_transport(job.config, job.plan, grid.ranks)
     job = make_folder(job)
     on_launch(grid.processes)
     with reported(job.folder):
-        _run_ranks(job, reporter, stages_of_ranks(schedule, job.config.replicas))
+        _run_ranks(job, reporter, stages_of_ranks(schedule, grid))
     return job.folder
 
 
@@ -377,9 +377,8 @@ def interruption(left: RankFolder) -> str:
     return f"interrupted at step {left.last_step()} · {run}{how_to_go_on(run)}"
 
 
-def stages_of_ranks(schedule: Schedule, replicas: int | None = None) -> dict[int, str]:
+def stages_of_ranks(schedule: Schedule, grid: Grid) -> dict[int, str]:
     """Rank -> ` (stage 2)` or ` (stages 0, 1 of replica 1)`, as a suffix to its number."""
-    grid = grid_of(schedule, replicas)
     names = {}
     for rank in range(grid.processes):
         own = [str(stage) for stage in grid.stages_of(rank, schedule)]

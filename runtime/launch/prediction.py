@@ -34,7 +34,7 @@ from ..data.task import (
     laid_out,
     sizes_of,
 )
-from ..distributed.ranks import grid_of
+from ..distributed.grid import grid_of
 from ..errors import DataError
 from ..plan.plan import Plan, read_plan, verify_evaluates
 from ..plan.structure import is_named_tuple, names_in, rebuilt
@@ -130,6 +130,7 @@ def predict(prediction: Prediction, *, trust: bool = False, force: bool = False)
         folder=str(trained.folder),
         init_from=str(trained.weights),
         criterion=GIVEN if planned.loss is None else None,
+        tensor_parallel=1,
         **options,
     )
     config, task = resolve(settings, planned, architecture=architecture_of(trained.folder))
@@ -137,7 +138,7 @@ def predict(prediction: Prediction, *, trust: bool = False, force: bool = False)
     _check_code(config, prediction, trust=trust)
     plan = sized_plan(planned, config)
     size = prediction.batch_size or plan.sizes.get("batch", 1) * len(plan.stages)
-    ranks = grid_of(make_segment(plan, config, steps=1), 1).processes
+    ranks = grid_of(make_segment(plan, config, steps=1)).processes
     try:
         prediction.output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
@@ -188,6 +189,7 @@ def _run_rank(work: _Work) -> int:
         loss=None if work.plan.loss is not None else _no_loss,
         micro_batches=len(work.plan.stages),
         init_from=work.config.init_from,
+        tensor_parallel=1,
         **work.options,
     ) as pipe:
         for output in pipe.predict(_batches(dataset, fields, work)):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..config.segments import make_segment
 from ..config.settings import Settings, SettingsError
-from ..distributed.ranks import grid_of
+from ..distributed.grid import grid_of
 from ..formatting import one_line
 from ..limits import flag_of
 from ..options import options_of
@@ -41,7 +41,7 @@ def batch_script(settings: Settings) -> str:
     """
     job = make_job(settings)
     schedule = make_segment(job.plan, job.config, steps=1)
-    ranks = grid_of(schedule, job.config.replicas).processes
+    ranks = grid_of(schedule, job.config.pipelines, job.config.tensor_ranks).processes
     return sbatch_script(settings, job.plan, ranks)
 
 

@@ -10,7 +10,7 @@ waiting    for a tensor, or for all ranks
 sending    handing tensors to the transport
 data       making micro-batches: the data loader
 overhead   everything else: the executor between two actions
-exchange   summing gradients over replicas, and waiting for these
+exchange   summing gradients over replicas and split layers over tensor ranks, and waiting for these
 writing    checkpoints and records, also between the steps
 
 The causes of waiting are found by simulating the same schedule (`simulate.py`) with other costs and
@@ -40,6 +40,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from itertools import chain
 
 from ..config.segments import make_segment
 from ..config.settings import RunConfig
@@ -89,7 +90,7 @@ class IdleSplit:
     communication: transfers, wake-ups and sends.
     data: reading micro-batches, here or on the ranks that it waits for.
     overhead: the executor between actions, here or on the ranks that it waits for.
-    exchange: summing gradients over replicas; 0 without replicas.
+    exchange: summing over replicas and tensor ranks; 0 without them.
     writing: checkpoints and records, here or on the ranks that it waits for.
     """
 
@@ -312,12 +313,18 @@ def split_of_run(
 ) -> tuple[IdleSplit, tuple[IdleSplit, ...]]:
     """The parts of the idle share in a typical step, over all ranks and for each.
 
-    Replicas are split separately: waiting for the gradients of other replicas is exchange. A rank
-    that the schedule does not have is idle for lack of work.
+    Replicas and tensor ranks are split separately: waiting for sums with others is exchange. A
+    rank that the schedule does not have is idle for lack of work.
     """
     played, ranks = _enough_steps(plan, config, schedule), len(schedule.ranks)
-    in_all = len(times) // config.pipelines
-    replicas = [times[first : first + ranks] for first in range(0, len(times), in_all)]
+    every = config.tensor_ranks
+    in_all = len(times) // (config.pipelines * every)
+    firsts = [
+        replica * in_all * every + tensor_rank
+        for replica in range(config.pipelines)
+        for tensor_rank in range(every)
+    ]
+    replicas = [times[first : first + ranks * every : every] for first in firsts]
     splits = [
         split_idle(
             own,
@@ -335,7 +342,10 @@ def split_of_run(
     whole = mean_split(
         [split for split, _ in splits] + [_WITHOUT_WORK] * more, walls_ms + [busiest_ms] * more
     )
-    return whole, tuple(split for _, by_rank in splits for split in (*by_rank, *without))
+    by_pipeline = [(*by_rank, *without) for _, by_rank in splits]
+    groups = (by_pipeline[first : first + every] for first in range(0, len(by_pipeline), every))
+    neighbors = (ranks for group in groups for ranks in zip(*group, strict=True))
+    return whole, tuple(chain.from_iterable(neighbors))
 
 
 def simulated_step(

@@ -40,6 +40,8 @@ class OptimizerFacts:
     """The default number of steps between refreshes of its bases."""
     weight_decay: float = 0.0
     """The default weight decay: 0 where decay is added to the gradient."""
+    elementwise: bool = True
+    """It steps each number by itself; otherwise a step depends on the whole matrix."""
     hidden_matrices_only: bool = False
     """It steps hidden matrices alone; AdamW steps the other parameters."""
     velocity: bool = False
@@ -168,6 +170,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             momentum=0.95,
             weight_decay=0.01,
             hidden_matrices_only=True,
+            elementwise=False,
             timed_as="adamw",
             smaller=_SMALLER_THAN_ADAM,
         ),
@@ -182,6 +185,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             refresh_every=10,
             weight_decay=0.01,
             hidden_matrices_only=True,
+            elementwise=False,
             timed_as="adamw",
         ),
         # A mean for each row and each column of a matrix: less than a percent of a wide one.
@@ -190,6 +194,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             copies=0,
             state=("step", "row_var", "col_var"),
             state_of_vectors=("step", "variance"),
+            elementwise=False,
             lr=0.01,
         ),
     }

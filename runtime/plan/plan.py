@@ -17,6 +17,7 @@ from ..errors import PlanError
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..serialization import Origin, parse_json, read_text, shaped
 from .findings import Candidate, Finding
+from .setting import PlanSetting
 from .structure import evaluate_size
 from .validate import COMMAND, contradiction, is_command
 
@@ -108,48 +109,6 @@ class StageMemory:
     def total(self) -> int:
         """The sum of all parts."""
         return sum(getattr(self, part.name) for part in fields(self))
-
-
-@dataclass(frozen=True, slots=True)
-class RankSpec:
-    """A rank as the plan assumes it.
-
-    device: the name of its device
-    memory_bytes: the memory of the device; None for no limit
-    host: the host of the rank; "" if all ranks are on one
-    number: the place of the device among those of its host in the device file; None if left open
-    """
-
-    device: str
-    memory_bytes: int | None = None
-    host: str = ""
-    number: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSetting:
-    """The configuration of the run that the plan's costs and cuts were computed for.
-
-    schedule, micro_batches, recompute, staleness, optimizer: the options of those names
-    memory_limit: bytes of each rank; None for no limit
-    ranks: the ranks in order; empty for equal ranks on this host
-    transfer_ms: (source, target, milliseconds) of transfers that overlap with computation
-    latency_ms: the part of every transfer's time that is independent of its bytes
-    step_ms: the time of a step of `micro_batches` under the schedule
-    step_bound_ms: a proven lower bound of `step_ms` for all plans
-    """
-
-    schedule: str = "async-1f1b"
-    micro_batches: int = 8
-    recompute: str = "none"
-    staleness: str = "none"
-    optimizer: str = "adamw"
-    memory_limit: int | None = None
-    ranks: tuple[RankSpec, ...] = ()
-    transfer_ms: tuple[tuple[int, int, float], ...] = ()
-    latency_ms: float = 0.0
-    step_ms: float = 0.0
-    step_bound_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +224,20 @@ class SharedParameter:
         return tuple(stage for stage, _ in self.holders)
 
 
+_USUAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "mode": "both",
+        "tensor_parallel": 1,
+        "draws_numbers": False,
+        "changes": (),
+        "changes_trained": (),
+        "number": None,
+        "trains": True,
+    }
+)
+"""Values that plan.json leaves out, because few plans have others."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """The partition of a model, with everything that the runtime needs to run it.
@@ -301,6 +274,7 @@ class Plan:
     arguments: the structure of forward's arguments, as in `outputs`; None if they are the inputs
     constants: tensors outside the state_dict, stored with the weights
     mode: "both", or "train" for stages without an evaluation mode
+    tensor_parallel: the tensor ranks of each stage, as planned; 1 for stages that nothing splits
     schema: the version of the format of plan.json
     """
 
@@ -336,6 +310,7 @@ class Plan:
     arguments: Mapping[str, Any] | None = None
     constants: tuple[str, ...] = ()
     mode: str = "both"
+    tensor_parallel: int = 1
     schema: int = field(default=SCHEMA)
 
     @property
@@ -401,12 +376,11 @@ class Plan:
         document = asdict(self)
         for candidate in document["candidates"]:
             del candidate["seconds"]
-        usual = dict(mode="both", draws_numbers=False, changes=(), changes_trained=(), number=None)
         parts = (*document["stages"], *document["setting"]["ranks"], *document["shared"])
         for part in (document, *parts):
-            for name, value in (*usual.items(), ("trains", True)):
+            for name, value in _USUAL.items():
                 if part.get(name, ...) == value:
-                    del part[name]  # few plans differ
+                    del part[name]
         return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 

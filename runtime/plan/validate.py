@@ -59,6 +59,8 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     yield from _negative(plan.setting)
     if plan.setting.micro_batches < 1:
         yield "it has less than one micro-batch"
+    if plan.tensor_parallel < 1:
+        yield "it has less than one tensor rank"
     for place, stage in enumerate(plan.stages):
         yield from _stage(plan, stage, place)
     ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,18 @@ class Split:
         """The part of one rank, a view if there is one group."""
         ranges = self.ranges(whole.shape[self.dim], rank, size)
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def whole_shape(self, part: Sequence[int], size: int) -> tuple[int, ...]:
+        """The shape of the tensor of which a rank has a part of this shape."""
+        return tuple(n * size if place == self.dim else n for place, n in enumerate(part))
+
+    def read(self, stored: Any, rank: int, size: int) -> Tensor:
+        """The part of one rank of a tensor in a file (a slice of `safetensors`), of which no more
+        is read."""
+        ranges = self.ranges(stored.get_shape()[self.dim], rank, size)
+        before = (slice(None),) * self.dim
+        parts = [stored[(*before, slice(start, stop))] for start, stop in ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
@@ -104,6 +117,15 @@ def mark_split(tensor: Tensor, split: Split) -> None:
 def split_of(tensor: Tensor) -> Split | None:
     """How a parameter or buffer is divided; None if each rank has the whole."""
     return getattr(tensor, _SPLIT, None)
+
+
+def mark_splits(stage: nn.Module, splits: Mapping[str, Split]) -> None:
+    """Notes on the parameters and buffers of these names that they are parts: of a stage that was
+    moved or converted."""
+    tensors = dict(stage.named_buffers(remove_duplicate=False))
+    tensors |= dict(stage.named_parameters(remove_duplicate=False))
+    for name, split in splits.items():
+        mark_split(tensors[name], split)
 
 
 def splits_of(stage: nn.Module) -> dict[str, Split]:

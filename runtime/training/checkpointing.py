@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checkpoint.contents import FoundCheckpoint, Rank, Wanted, put, state_of, weights_of
 from ..checkpoint.folders import STATE, WEIGHTS, CheckpointError, Facts
@@ -134,6 +134,7 @@ def resume(
         state = read_tensors(
             checkpoint.path / STATE,
             lambda key: wanted(key) and (has_optimizer or not key.startswith("optimizer.")),
+            wanted.read,
         )
     try:
         put(rank, state, facts.step, each_has_own=each_has_own)
@@ -320,17 +321,17 @@ def save_weights(
     plan: Plan,
     config: RunConfig,
     folder: Path,
-    modules: Mapping[int, nn.Module],
+    states: Mapping[int, Mapping[str, Tensor]],
     unused: Mapping[str, Tensor],
     world: World,
     activities: Activities,
 ) -> None:
-    """Writes the first replica's weights, and exports them if requested; every rank calls it.
-    `unused` are as for `write_weights`."""
+    """Writes the weights, and exports them if requested; every rank calls it. `states` and `unused`
+    are as for `write_weights`."""
     targets = [folder / "weights", *([Path(config.export_hf)] if config.export_hf else [])]
     for target in targets:
         with activities.during(Activity("writing", "writes the weights")):
-            write_weights(target, plan, modules if world.copy == 0 else {}, unused, world)
+            write_weights(target, plan, states, unused, world)
     if config.export_hf and world.rank == 0:
         copy_configuration(Path(config.export_hf), Path(config.folder))
     with activities.during(Activity("meet", "the weights are written")):

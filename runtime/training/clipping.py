@@ -2,9 +2,10 @@
 finite.
 
 Synchronous steps: each stage contributes the sum of its squares; only the owner of a tied parameter
-counts it. Every rank gets all contributions and adds them in the order of the stages, so the number
-of ranks changes no bit of the result. The same message carries the loss, and whether a gradient
-overflowed.
+counts it. Tensor ranks contribute the squares of their parts, and the first of them those of the
+parameters that each has whole. Every rank gets all contributions and adds them in the order of the
+stages, so the number of ranks changes no bit of the result. The same message carries the loss, and
+whether a gradient overflowed.
 
 Asynchronous steps, where each stage steps alone, by `--clip-by`:
 
@@ -43,6 +44,7 @@ from ..errors import AsyncPipeError
 from ..executor.instrumented import Activities, Activity
 from ..executor.tied_parameters import shared_weights
 from ..plan.plan import Plan
+from ..tensor_parallel.ranks import split_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +54,42 @@ class NormShare:
     own: those whose gradients, if they have any, are complete after its last backward.
     shared_by_name: tied parameters, whose gradients are summed with other stages before the step.
     owned: the tied parameters that this stage counts.
+    is_first: False on tensor ranks that count no parameters but those of which they have a part.
     """
 
     own: list[nn.Parameter]
     shared_by_name: dict[str, nn.Parameter]
     owned: list[nn.Parameter]
+    is_first: bool = True
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """True if this rank counts the parameter, and not another tensor rank."""
+        return self.is_first or split_of(parameter) is not None
 
     @property
     def shared(self) -> list[nn.Parameter]:
         return list(self.shared_by_name.values())
 
     @property
+    def counted_own(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.own if self.counts(parameter)]
+
+    @property
     def counted(self) -> list[nn.Parameter]:
-        return self.own + self.owned
+        return self.counted_own + self.owned
 
 
-def share_of(plan: Plan, index: int, stage: nn.Module) -> NormShare:
-    """The parameters of a stage, so that over all stages each one is counted once."""
-    share = NormShare([], {}, [])
+def share_of(plan: Plan, index: int, stage: nn.Module, tensor_rank: int = 0) -> NormShare:
+    """The parameters of a stage, so that over all stages and tensor ranks each one is counted
+    once."""
+    share = NormShare([], {}, [], is_first=tensor_rank == 0)
     holders = shared_weights(plan, index)
     for name, parameter in stage.named_parameters():
         if name not in holders or not parameter.requires_grad:
             share.own.append(parameter)
             continue
         share.shared_by_name[name] = parameter
-        if holders[name][0] == index:
+        if holders[name][0] == index and share.counts(parameter):
             share.owned.append(parameter)
     return share
 
@@ -125,37 +138,39 @@ class StepMessage:
 
     Every rank creates it as soon as it knows its part: the squares of its `own` stages, and the
     loss if it computes the loss. Replicas have the same gradients; the first one contributes their
-    squares, and each contributes its part of the loss. `agreed` waits for the other ranks.
+    squares, and each contributes its part of the loss; tensor ranks contribute the squares that
+    they count, and the first one the loss. `agreed` waits for the other ranks.
     """
 
     def __init__(
         self,
-        own: Mapping[int, Tensor],
+        own: Mapping[int, Tensor | float],
         stages: int,
-        group: dist.ProcessGroup | None,
+        world: World,
         *,
         overflowed: bool = False,
         loss: float = math.nan,
-        replica: int = 0,
-        replicas: int = 1,
     ) -> None:
-        self._stages = stages
-        self._content = torch.zeros(stages + 1 + replicas, dtype=torch.float64)
-        for stage, square in own.items() if replica == 0 else ():
-            self._content[stage] = square
-        self._content[stages] = float(overflowed)
-        self._content[stages + 1 + replica] = loss
+        self._parts = world.tensor_ranks
+        self._places = places = stages * self._parts
+        self._content = torch.zeros(places + 1 + world.grid.most_copies, dtype=torch.float64)
+        for stage, square in own.items() if world.copy == 0 else ():
+            self._content[stage * self._parts + world.tensor_rank] = square
+        self._content[places] = float(overflowed)
+        if world.tensor_rank == 0:
+            self._content[places + 1 + world.copy] = loss
         # Every place has one contributor: adding zeros is exact in any order.
         self._work = None
-        if group is not None:
-            self._work = dist.all_reduce(self._content, group=group, async_op=True)
+        if world.control is not None:
+            self._work = dist.all_reduce(self._content, group=world.control, async_op=True)
 
     def agreed(self) -> Agreed:
         if self._work is not None:
             self._work.wait()
         content = self._content.tolist()
-        squares, (overflowed, *losses) = content[: self._stages], content[self._stages :]
-        return Agreed(tuple(squares), overflowed > 0, sum(losses))
+        squares, (overflowed, *losses) = content[: self._places], content[self._places :]
+        by_stage = zip(*(squares[part :: self._parts] for part in range(self._parts)), strict=True)
+        return Agreed(tuple(map(sum, by_stage)), overflowed > 0, sum(losses))
 
 
 def mean_loss(losses: Sequence[tuple[Tensor, int]]) -> float:
@@ -182,7 +197,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 def clip_all(plan: Plan, modules: Mapping[int, nn.Module], world: World, limit: float) -> float:
     """Scales the gradients of all stages so that their common norm is at most `limit`; returns the
     norm before. Collective."""
-    shares = [share_of(plan, stage, module) for stage, module in modules.items()]
+    shares = [share_of(plan, stage, module, world.tensor_rank) for stage, module in modules.items()]
     squares = [float(squared_norm(gradients_of(share.counted))) for share in shares]
     (square,) = world.sums([sum(squares) if world.copy == 0 else 0.0])
     factor = clip_factor(square**0.5, limit)
@@ -269,25 +284,24 @@ class StageNorms:
         """The norm for the stage's own gradients in the step to `version`, and for each of its tied
         parameters, by name; `late` is D of `known`."""
         share = self._shares[stage]
-        shared = {
-            name: math.sqrt(float(squared_norm_alike(parameter.grad)))
+        shared_squares = {
+            name: float(squared_norm_alike(parameter.grad)) if share.counts(parameter) else 0.0
             for name, parameter in share.shared_by_name.items()
             if parameter.grad is not None
         }
-        if self._by in ("stage", "proportion"):
-            own_norm = math.sqrt(float(squared_norm(gradients_of(share.own))))
-            return Norm(own_norm, self._bound(share.own)), {
+        is_alone = self._by in ("stage", "proportion")
+        counted = share.counted_own if is_alone else share.counted
+        squares = [float(squared_norm(gradients_of(counted))), *shared_squares.values()]
+        own, *of_shared = self._world.tensor_sums(squares)
+        shared = dict(zip(shared_squares, map(math.sqrt, of_shared), strict=True))
+        if is_alone:
+            return Norm(math.sqrt(own), self._bound(share.own)), {
                 name: Norm(norm, self._bound([share.shared_by_name[name]]))
                 for name, norm in shared.items()
             }
-        own = squared_norm(gradients_of(share.counted))
+        contributed = {stage: own} if self._world.tensor_rank == 0 else {}
         message: StepMessage | Agreed = StepMessage(
-            {stage: own},
-            self._stages,
-            self._world.control,
-            loss=0.0,
-            replica=self._world.copy,
-            replicas=self._world.grid.most_copies,
+            contributed, self._stages, self._world, loss=0.0
         )
         if self._by == "known":
             self._messages[version] = message
@@ -296,7 +310,7 @@ class StageNorms:
         with self._activities.during(Activity("meet", "the norms of all stages")):
             self._last = list(_agreed(message).squares)
         norm_of_shared = math.sqrt(sum(self._last))
-        return Norm(self._with_own(stage, float(own)), self._limit), {
+        return Norm(self._with_own(stage, own), self._limit), {
             name: Norm(
                 max(norm_of_shared, norm) if self._by == "known" else norm_of_shared, self._limit
             )
@@ -319,7 +333,11 @@ class StageNorms:
     def _bound(self, weights: Iterable[nn.Parameter]) -> float:
         if self._by == "stage":
             return self._limit
-        return self._limit * math.sqrt(_numbers(weights) / self._weights)
+        whole = (
+            _numbers([weight]) * (1 if split_of(weight) is None else self._world.tensor_ranks)
+            for weight in weights
+        )
+        return self._limit * math.sqrt(sum(whole) / self._weights)
 
 
 def steps_until_known(ahead: Sequence[int], step_every: int) -> int:

@@ -92,10 +92,13 @@ class Evaluator:
                     sizes=self._own_sizes(),
                 )
         with self._activities.during(Activity("meet", "the losses of the evaluation")):
+            # Tensor ranks have the same samples, and the first one counts them.
+            none = _Counts(None, self._activities, {}, None, self.batch.size)
+            own = counts if self._world.tensor_rank == 0 else none
             loss, losses, right, answers = self._world.sums(
-                [counts.loss, counts.losses, counts.right, counts.answers]
+                [own.loss, own.losses, own.right, own.answers]
             )
-            measured = of_all_ranks(self._world, counts.measured) if self._metric else []
+            measured = of_all_ranks(self._world, own.measured) if self._metric else []
         accuracy = right / answers if answers else None
         batch = self.batch
         return EvalRecord(

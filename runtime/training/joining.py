@@ -31,6 +31,7 @@ class PipelineKeywords(TypedDict, total=False):
     schedule: str
     ranks: int | None
     replicas: int | None
+    tensor_parallel: int | None
     staleness: str | None
     annealing_steps: int | None
     ahead: str | None
@@ -106,7 +107,7 @@ def joined_job(
     info = find_rank_info_of(settings)
     if info is not None and info.ranks > 1:
         schedule = make_segment(job.plan, config, steps=1)
-        check_ranks(planned, schedule, info.ranks, config.pipelines)
+        check_ranks(planned, schedule, info.ranks, config.pipelines, config.tensor_ranks)
     return job
 
 
@@ -162,15 +163,17 @@ def _for_existing_ranks(settings: Settings, info: RankInfo | None) -> Settings:
     """The settings for the ranks that there are; a process that is alone runs all stages."""
     if info is not None and info.ranks > 1:
         return as_started(settings, info.ranks)
-    if settings.ranks not in (None, 1) or settings.replicas not in (None, 1):
+    asked = (settings.ranks, settings.replicas, settings.tensor_parallel)
+    if any(number not in (None, 1) for number in asked):
+        ranks, replicas, tensor_ranks = (number or 1 for number in asked)
         raise SettingsError(
-            f"{settings.ranks or 1} ranks and {settings.replicas or 1} replicas were asked for, "
+            f"{ranks} ranks, {replicas} replicas and {tensor_ranks} tensor ranks were asked for, "
             "but this process is alone.",
             "Start the script with torchrun --nproc-per-node N, or with asyncpipe.launch.",
         )
     if settings.is_async:
-        return replace(settings, ranks=1, replicas=1)
-    return replace(settings, schedule="single", ranks=None)
+        return replace(settings, ranks=1, replicas=1, tensor_parallel=1)
+    return replace(settings, schedule="single", ranks=None, tensor_parallel=1)
 
 
 def own_world(job: Job, *, trust: bool) -> World:

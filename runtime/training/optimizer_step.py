@@ -120,7 +120,8 @@ class OptimizerStepper(ActionObserver):
     def _make_optimizers(self) -> None:
         plan, config, world, modules = self._plan, self._config, self._world, self._modules
         self._parameters = {j: list(module.parameters()) for j, module in modules.items()}
-        self._share = {j: share_of(plan, j, module) for j, module in modules.items()}
+        tensor_rank = world.tensor_rank
+        self._share = {j: share_of(plan, j, each, tensor_rank) for j, each in modules.items()}
         self._sums = gradient_sums(
             self._share, held_parameters(plan, modules, world), world, self._gradient_group
         )
@@ -226,6 +227,7 @@ class OptimizerStepper(ActionObserver):
         self._sizes = batch.sizes_of(world.replica, step)
         # The share of this rank's samples in those of the step, and of these in a whole step's.
         self._part = sum(world.grid.share_of(world.rank, self._sizes)) / samples
+        self._part *= world.tensor_rank == 0  # which reports the loss of the others' same samples
         self._whole = samples / batch.samples
 
     def on_action(self, action: Action, start_s: float, end_s: float) -> None:
@@ -268,9 +270,9 @@ class OptimizerStepper(ActionObserver):
 
     def _take_own(self, stage: int, version: int) -> None:
         with self.activities.during(Activity("norm", Action(stage, "S", 1), 1)):
-            own = self._share[stage].own
-            self._take(stage, version, own, own)
-            if not self._share[stage].shared:
+            share = self._share[stage]
+            self._take(stage, version, share.own, share.counted_own)
+            if not share.shared:
                 self._completed(stage, version)
 
     def on_sums(self, stage: int, version: int) -> None:
@@ -333,11 +335,9 @@ class OptimizerStepper(ActionObserver):
         self._message = StepMessage(
             self._squares_of[version],
             self._stages,
-            self._world.control,
+            self._world,
             overflowed=self._scale is not None and self._scale.overflowed(),
             loss=mean_loss(losses) * self._part if losses else 0.0,
-            replica=self._world.copy,
-            replicas=self._world.grid.most_copies,
         )
 
     def _step_together(self, stage: int, version: int) -> None:

@@ -85,9 +85,7 @@ def save_own(
         (target / STATE).mkdir(parents=True)
         (target / LOOP_FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     world.meet()
-    modules = rank.modules if world.copy == 0 else {}
-    with rank.executor.eval_weights():
-        write_weights(target / WEIGHTS, rank.plan, modules, unused, world)
+    write_weights(target / WEIGHTS, rank.plan, rank.written_states(), unused, world)
     write_tensors(target / STATE, state_of(rank), lambda name: f"rank-{world.rank:05}.safetensors")
     world.meet()
     if world.rank == 0:
@@ -116,9 +114,10 @@ def load_own(folder: Path, rank: Rank) -> dict[str, Any]:
     state = read_tensors(
         folder / STATE,
         lambda key: wanted(key) and (has_optimizer or not key.startswith("optimizer.")),
+        wanted.read,
     )
     for module in rank.modules.values():
-        fill_stage(module, folder / WEIGHTS, rank.plan)
+        fill_stage(module, folder / WEIGHTS, rank.plan, rank.tensor_ranks)
     is_alike = all(facts[name] == now[name] for name in ("stages", "asynchronous"))
     try:
         put(rank, state, facts["steps"], each_has_own=is_alike and rank.is_async)

@@ -12,7 +12,7 @@ segments of steps whose samples it reads itself.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, count, islice
@@ -305,7 +305,8 @@ class Pipeline(TrainedStages):
                 done = self._forward(
                     given, self._world.replica, self._world.replicas, outputs=False
                 )
-                loss, counted = loss + done.loss, counted + done.counted
+                if self._world.tensor_rank == 0:  # the others have the same
+                    loss, counted = loss + done.loss, counted + done.counted
             loss, counted, calls = self._world.sums([loss, counted, self._calls.number])
             self._calls.present.check_sum(calls)
         if not counted:
@@ -361,9 +362,9 @@ class Pipeline(TrainedStages):
             }
         if not full:
             return own
-        written = own if self._world.copy == 0 else {}
         with self._calls.during("state_dict(full=True)", breaks=False):
-            return full_state(self.plan, written | dict(self._unused), self._world)
+            states = (self._unused, *self.as_rank().written_states().values())
+            return full_state(self.plan, dict(ChainMap(*map(dict, states))), self._world)
 
     def save(
         self, folder: str | Path, *, optimizer: Optimizer | None = None, extra: Any = None

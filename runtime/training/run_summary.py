@@ -32,8 +32,8 @@ from ..config.settings import RunConfig
 from ..control.learning_rate import WSD_SHARE
 from ..data.task import TARGET
 from ..distributed.cpu_affinity import Machine
+from ..distributed.grid import grid_of
 from ..distributed.placement import describe_placement, describe_ranks, placement_warning
-from ..distributed.ranks import grid_of
 from ..executor.precision import BoundaryDtypes
 from ..executor.run import needed_inputs
 from ..formatting import counted, write_ms, write_share
@@ -142,11 +142,12 @@ def forecast_run(
     if not all(stage.forward_ms > 0 for stage in plan.stages):
         return None
     steps = max(1, min(config.steps, 8))
+    side_by_side = config.pipelines * config.tensor_ranks
     return forecast_step(
         with_transfers_of_run(costs_at_sizes(plan, planned), planned, dtypes),
         schedule if schedule.synchronous else make_segment(plan, config, steps=steps),
         config.micro_batches,
-        processors=max(1, cores // config.pipelines) if config.device == "cpu" else None,
+        processors=max(1, cores // side_by_side) if config.device == "cpu" else None,
         steps=steps,
         replicas=config.pipelines,
         step_ms=optimizer_ms,
@@ -169,9 +170,10 @@ def announce(
     config, plan = job.config, job.plan
     if not config.has_network:
         reporter.on_warning(WITHOUT_NETWORK)
+    grid = grid_of(schedule, config.pipelines, config.tensor_ranks)
     facts = [
         ("plan", f"{plan.name} · {len(plan.stages)} stages · {plan.method}"),
-        ("ranks", describe_ranks(grid_of(schedule, config.replicas), transport, machine)),
+        ("ranks", describe_ranks(grid, transport, machine)),
         ("schedule", "; ".join(describe_schedule(schedule, config))),
         *describe_staleness(plan, schedule, config),
         ("batch", batch_identity(config, job.task)),

@@ -27,7 +27,8 @@ from ..config.settings import RunConfig, Settings, SettingsError
 from ..control.learning_rate import learning_rate_of
 from ..data.task import GIVEN, Task
 from ..distributed.failure import RankFolder
-from ..distributed.process_groups import SharedStore, World
+from ..distributed.process_groups import SharedStore, World, gather_alike
+from ..distributed.tensor_group import tensor_ranks
 from ..executor.instrumented import Activities, Activity
 from ..executor.mailbox import plan_channels
 from ..executor.precision import AS_PLANNED, BoundaryDtypes
@@ -42,6 +43,7 @@ from ..plan.plan import Plan
 from ..process import keep_freed_memory
 from ..schedule.schedule import Schedule
 from ..schedule.text import to_text
+from ..tensor_parallel.ranks import ONE_RANK, TensorRanks
 from ..transports.choose import (
     Circumstances,
     TransportChoice,
@@ -82,24 +84,46 @@ def group_of_gradients(
     world: World, options: ExecutionOptions, device: str
 ) -> dist.ProcessGroup | None:
     """The group of the ranks with the same stages, which sum gradients; None without replicas, and
-    without a network.
-
-    Uses NCCL if each rank has a GPU of its own. Collective.
-    """
+    without a network. Collective."""
     if world.grid.most_copies == 1 or not options.has_network:
         return None
-    places = world.gathered_from_copies(whereabouts(torch.device(device)))
+    copies = world.grid.copies_of(world.rank)
+    return _of_device(world, options, device, copies, world.data_parallel_group)
+
+
+def group_of_tensor_ranks(
+    world: World, options: ExecutionOptions, device: str
+) -> dist.ProcessGroup | None:
+    """The group of the ranks that share out the layers of the same stages; None for one rank, and
+    without a network. Collective."""
+    if world.tensor_ranks == 1 or not options.has_network:
+        return None
+    ranks = world.grid.tensor_group_of(world.rank)
+    return _of_device(world, options, device, ranks, world.tensor_group)
+
+
+def _of_device(
+    world: World,
+    options: ExecutionOptions,
+    device: str,
+    ranks: Sequence[int],
+    over_gloo: dist.ProcessGroup | None,
+) -> dist.ProcessGroup | None:
+    """A group of these ranks over NCCL if each rank has a GPU of its own, or else their group over
+    gloo. Collective."""
+    place = whereabouts(torch.device(device))
+    places = gather_alike(place, len(ranks), over_gloo) if over_gloo is not None else [place]
     is_able = have_own_gpus(places) and all(text[16] for text in places)
     # All create a group or none: see `process_groups._in_groups`.
     if all(answer == b"1" for answer in world.gathered(b"1" if is_able else b"0")):
         group: dist.ProcessGroup = dist.new_group(
-            list(world.grid.copies_of(world.rank)),
+            list(ranks),
             timeout=datetime.timedelta(seconds=options.patience_s),
             backend="nccl",
             use_local_synchronization=True,
         )
-        return group if len(places) > 1 else None
-    return world.data_parallel_group
+        return group if len(ranks) > 1 else None
+    return over_gloo
 
 
 def expect_transport(options: ExecutionOptions, plan: Plan, ranks: int) -> TransportChoice:
@@ -209,6 +233,7 @@ class Setup:
     activities, board: the record of this rank's activities, and the shared store.
     criterion: the loss function, where the caller has given one and no name of one.
     cache: what frozen blocks have computed; None without --cache.
+    tensor_ranks: the ranks that share out the layers of this rank's stages.
     """
 
     job: Job
@@ -226,6 +251,7 @@ class Setup:
     board: SharedStore
     criterion: Criterion | None = None
     cache: Cache | None = None
+    tensor_ranks: TensorRanks = ONE_RANK
 
     @property
     def start(self) -> int:
@@ -317,6 +343,7 @@ def agree(
     with activities.during(Activity("meet", "the choice of a transport")):
         transport = agree_on_transport(world, config, world.machine.device)
         gradient_group = group_of_gradients(world, config, world.machine.device)
+        tensor_group = group_of_tensor_ranks(world, config, world.machine.device)
     own = world.grid.stages_of(world.rank, schedule)
     fields = needed_inputs(plan, own, criterion=config.criterion is not None)
     return Setup(
@@ -334,6 +361,7 @@ def agree(
         activities,
         board,
         criterion,
+        tensor_ranks=tensor_ranks(world, tensor_group, activities),
     )
 
 

@@ -213,7 +213,7 @@ class TrainedStages:
             freezing.observed(self.config.seed) as found,
         ):
             self.executor.run(schedule, probe.feed, training=False, losses=False, sizes=probe.sizes)
-        own = found if self._world.copy == 0 else {}
+        own = found if self._world.is_writer else {}
         length, blocks = min(SAMPLES, probe.sizes["batch"]) ** 2, freezing.observed_blocks
         nothing = (0.0,) * length
         flat = self._world.sums([x for block in blocks for x in own.get(block, nothing)])
@@ -343,6 +343,7 @@ def load_stages(setup: Setup) -> dict[int, nn.Module]:
             device=world.machine.device,
             dtype=dtype_of(config.dtype),
             code=setup.job.code,
+            ranks=setup.tensor_ranks,
         )
         modules[stage] = module.train()
         if config.compile:
@@ -362,7 +363,10 @@ def make_executor(setup: Setup, modules: Mapping[int, nn.Module], staleness: str
         _exchanged(plan, config),
         modules,
         ObservedTransport(
-            transport, setup.activities, first_rank=world.grid.first_of(world.replica)
+            transport,
+            setup.activities,
+            first_rank=world.grid.pipeline_of(world.rank)[0],
+            every=world.tensor_ranks,
         ),
         rank_of_stage=schedule.rank_of_stage,
         replicas=schedule.replicas,

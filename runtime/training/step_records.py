@@ -209,7 +209,7 @@ class Watch:
         of a stage runs some of its micro-batches; all of them make its optimizer steps."""
         config, interval = self._config, self._interval
         stages = len(interval[0][0].stage_s) // len(COMPUTING)
-        in_step = config.micro_batches * config.pipelines
+        in_step = config.micro_batches * config.pipelines * config.tensor_ranks
 
         def by_rank(stage: int, *kinds: Kind) -> list[float]:
             places = [COMPUTING.index(kind) * stages + stage for kind in kinds]

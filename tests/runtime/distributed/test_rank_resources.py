@@ -20,13 +20,14 @@ from asyncpipe.runtime.distributed.cpu_affinity import (
     find_resources,
     resources_from,
 )
+from asyncpipe.runtime.distributed.grid import Grid
 from asyncpipe.runtime.distributed.placement import (
     describe_placement,
     describe_ranks,
     placement_warning,
 )
-from asyncpipe.runtime.distributed.ranks import Grid
-from asyncpipe.runtime.plan.plan import Plan, RankSpec
+from asyncpipe.runtime.plan.plan import Plan
+from asyncpipe.runtime.plan.setting import RankSpec
 from asyncpipe.runtime.schedule.builders import make_schedule
 from asyncpipe.runtime.transports.choose import TransportChoice
 from asyncpipe.tests.support.models.hand_folders import write_mlp

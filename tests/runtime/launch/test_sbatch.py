@@ -12,7 +12,8 @@ import pytest
 from asyncpipe.runtime.config.option_files import read_config
 from asyncpipe.runtime.config.settings import Settings, SettingsError
 from asyncpipe.runtime.launch.slurm import batch_script, sbatch_script, train_command
-from asyncpipe.runtime.plan.plan import Plan, RankSpec, read_plan
+from asyncpipe.runtime.plan.plan import Plan, read_plan
+from asyncpipe.runtime.plan.setting import RankSpec
 from asyncpipe.tests.support.models.hand_folders import write_mlp
 from asyncpipe.tests.support.processes import fake_slurm
 from asyncpipe.tests.support.processes.quick_python import bin_folder

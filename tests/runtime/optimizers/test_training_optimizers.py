@@ -179,7 +179,7 @@ def test_clipping_over_stages_is_that_of_the_whole_model(
         index: squared_norm(gradients_of(share_of(plan, index, module).counted))
         for index, module in modules.items()
     }
-    norm = StepMessage(squares, 2, None).agreed().norm
+    norm = StepMessage(squares, 2, World()).agreed().norm
     assert norm == pytest.approx(expected, rel=1e-6)
     clipped = dict(plain.named_parameters())
     for module in modules.values():
@@ -311,7 +311,7 @@ def test_a_clipped_run_says_that_the_loss_is_no_number_rather_than_its_gradients
 
 def test_one_message_tells_all_ranks_the_norm_an_overflow_and_the_loss() -> None:
     squares = {0: torch.tensor(9.0, dtype=torch.float64), 2: torch.tensor(16.0)}
-    agreed = StepMessage(squares, 3, None, overflowed=True, loss=2.5).agreed()
+    agreed = StepMessage(squares, 3, World(), overflowed=True, loss=2.5).agreed()
     assert agreed.norm == 5.0 and agreed.squares == (9.0, 0.0, 16.0)
     assert agreed.overflowed and agreed.loss == 2.5
 

@@ -155,7 +155,7 @@ def write_mlp(
         stages=connected(specs, {spec.name: spec for spec in hidden}),
         state_keys=(*model.state_dict(), *norms),
     )
-    _write(folder, plan, files, model.state_dict() | norms)
+    write_folder(folder, plan, files, model.state_dict() | norms)
     return plan
 
 
@@ -263,13 +263,16 @@ class Stage(nn.Module):
             values=plan.values[1:],
             shared=(replace(tied, holders=((0, "wte.weight"),)),),
         )
-        _write(folder, plan, {"stage_0.py": _WHOLE_TEXT}, state)
+        write_folder(folder, plan, {"stage_0.py": _WHOLE_TEXT}, state)
         return plan
-    _write(folder, plan, {"stage_0.py": first, "stage_1.py": second}, state)
+    write_folder(folder, plan, {"stage_0.py": first, "stage_1.py": second}, state)
     return plan
 
 
-def _write(folder: Path, plan: Plan, files: Mapping[str, str], state: Mapping[str, Tensor]) -> None:
+def write_folder(
+    folder: Path, plan: Plan, files: Mapping[str, str], state: Mapping[str, Tensor]
+) -> None:
+    """Writes plan, files and weights of a folder, and trusts it."""
     folder.mkdir(parents=True)
     for file, text in files.items():
         (folder / file).write_text(text)

@@ -9,11 +9,11 @@ from typing import Any
 from asyncpipe.runtime.plan.plan import (
     Boundary,
     Plan,
-    PlanSetting,
     StageMemory,
     StageSpec,
     TensorSpec,
 )
+from asyncpipe.runtime.plan.setting import PlanSetting
 
 
 def stage_by_hand(

@@ -1,0 +1,81 @@
+"""Settings + Plan -> the tensor ranks of a run, or the error that names what they do not fit."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+from ..optimizers.facts import OPTIMIZERS, facts_of, in_words
+from ..plan.plan import Plan
+from ..staleness.compose import METHODS, parse
+from ..staleness.predicted_weights import AggregatedMsnag
+from .learning_options import DDP
+from .settings import RunConfig, Settings, SettingsError
+
+
+def with_tensor_ranks(settings: Settings, plan: Plan) -> Settings:
+    """The settings with a number of tensor ranks: the plan's, or 1 where a process has the whole
+    model. Raises SettingsError for a folder or options without tensor parallelism."""
+    ranks = settings.tensor_parallel
+    if ranks is None:
+        is_whole = settings.schedule in ("single", DDP)
+        ranks = 1 if is_whole else plan.tensor_parallel
+    if ranks > 1:
+        _check_folder(settings, plan, ranks)
+        _check_options(settings, plan, ranks)
+    return replace(settings, tensor_parallel=ranks)
+
+
+def _check_folder(settings: Settings, plan: Plan, ranks: int) -> None:
+    if plan.tensor_parallel > 1:
+        return
+    words = shlex.split(plan.command)
+    again = shlex.join([*words, "--tensor-parallel", str(ranks), "--force"])
+    raise SettingsError(
+        f"--tensor-parallel {ranks}, but the stages of {settings.folder} were generated for 1 "
+        "tensor rank and have no split layers.",
+        again if words else f"asyncpipe-partition .. --tensor-parallel {ranks}",
+    )
+
+
+def _check_options(settings: Settings, plan: Plan, ranks: int) -> None:
+    """Raises SettingsError for what tensor ranks cannot be combined with."""
+    given = f"--tensor-parallel {ranks}"
+    if settings.schedule == DDP:
+        raise SettingsError(
+            f"{given}, but under ddp each process has the whole model.",
+            f"--schedule single {given} --replicas N",
+        )
+    if plan.stage_replicas and settings.replicas is None and settings.schedule != "single":
+        raise SettingsError(
+            f"{given}, but the plan has replicas of single stages, which have no tensor ranks.",
+            "--replicas 1 for one rank a stage",
+        )
+    for name in ("elastic", "freeze", "compile"):
+        if getattr(settings, name):
+            flag = f"--{name}"
+            raise SettingsError(
+                f"{flag} is not possible with {given}.", f"Leave {flag} out, or --tensor-parallel 1"
+            )
+
+
+def check_tensor_ranks(config: RunConfig) -> None:
+    """Raises SettingsError for an optimizer or a staleness method that needs more of a split weight
+    than a rank has."""
+    if config.tensor_ranks == 1:
+        return
+    given = f"--tensor-parallel {config.tensor_ranks}"
+    if not facts_of(config.optimizer).elementwise:
+        others = in_words(name for name, facts in OPTIMIZERS.items() if facts.elementwise)
+        raise SettingsError(
+            f"--optimizer {config.optimizer} steps whole matrices, but with {given} a rank has "
+            "parts of them.",
+            f"--optimizer {' or '.join(('adamw', 'sgd'))}; {others} step each number by itself.",
+        )
+    for name in parse(config.methods):
+        if config.clip and issubclass(METHODS[name], AggregatedMsnag):
+            raise SettingsError(
+                f"--staleness {name} with --clip {config.clip:g} expects the norm of a stage's "
+                f"gradients, of which a rank has parts with {given}.",
+                "--clip 0, or --staleness stash",
+            )
