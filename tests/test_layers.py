@@ -21,6 +21,7 @@ LAYERS = (
     "runtime/freezing",
     "runtime/config",
     "runtime/distributed",
+    "runtime/sharding",
     "runtime/monitoring",
     "runtime/checkpoint",
     "runtime/reports",

@@ -32,7 +32,7 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -187,8 +187,9 @@ def state_of(rank: Rank) -> dict[str, Tensor]:
         )
         for (name, step), summed in rank.executor.shared.state().items()
     ]
+    parts += _kept_of_weights(rank)
     if copy == 0:
-        parts += [*_kept_of_weights(rank), *pending]
+        parts += pending
     for key, part, split in parts:
         if (value := whole(part, split, rank.world)) is not None:
             tensors[key] = value
@@ -216,19 +217,30 @@ def _parts(rank: Rank) -> dict[str, Tensor]:
 def _kept_of_weights(rank: Rank) -> Iterator[tuple[str, Tensor, Split | None]]:
     """Key, tensor and split of what is kept of each weight: tensors in its shape are parts as it
     is, and others are the same on all tensor ranks."""
-    for key, parameter, tensor in _kept_by_weight(rank):
+    kept = _kept_by_weight(rank) if rank.world.copy == 0 else ()
+    for key, parameter, tensor in chain(_of_optimizers(rank), kept):
         yield key, tensor, split_of(parameter) if tensor.shape == parameter.shape else None
+
+
+def _of_optimizers(rank: Rank) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The optimizer's state of the parameters that this replica owns; without owners, the first
+    replica's."""
+    for stage, module in rank.modules.items():
+        optimizer = rank.optimizers[stage]
+        for name, parameter in module.named_parameters():
+            is_own = optimizer.shards.owner(parameter) == rank.world.copy
+            if is_own and (key := rank.key_of(stage, name)) is not None:
+                for part, tensor in optimizer.state_of(parameter).items():
+                    yield f"optimizer.{key}.{part}", parameter, tensor
 
 
 def _kept_by_weight(rank: Rank) -> Iterator[tuple[str, Tensor, Tensor]]:
     for stage, module in rank.modules.items():
-        binder, optimizer = rank.executor.binders[stage], rank.optimizers[stage]
+        binder = rank.executor.binders[stage]
         of_methods = binder.state()
         for name, parameter in module.named_parameters():
             if (key := rank.key_of(stage, name)) is None:
                 continue
-            for part, tensor in optimizer.state_of(parameter).items():
-                yield f"optimizer.{key}.{part}", parameter, tensor
             if binder.has_eval_weights or "@" in key:
                 yield f"live.{key}", parameter, parameter
             for part, tensors in of_methods.items():
@@ -240,9 +252,13 @@ class Wanted:
     """Selects the names of a checkpoint's `state` that a rank reads, and the parts of them."""
 
     def __init__(self, rank: Rank) -> None:
-        known = {name for m in rank.modules.values() for name, _ in m.named_parameters()}
-        names = known | {first for name in known for first in shared_names(rank.plan).get(name, ())}
-        self._names = names
+        weights = [
+            (name, rank.optimizers[stage].shards.owns(parameter))
+            for stage, module in rank.modules.items()
+            for name, parameter in module.named_parameters()
+        ]
+        self._names = _with_other_names((name for name, _ in weights), rank.plan)
+        self._own = _with_other_names((name for name, is_own in weights if is_own), rank.plan)
         self._random = f"random.{rank.number}."
         self._ranks, self._parts = rank.tensor_ranks, _parts(rank)
         self._buffers = {name for m in rank.modules.values() for name, _ in m.named_buffers()}
@@ -252,7 +268,9 @@ class Wanted:
         kind, _, rest = key.partition(".")
         if kind == "buffer":
             return rest.partition(".")[0] in self._copies and _name_in(key) in self._buffers
-        if kind in ("optimizer", "shared", "live", "staleness"):
+        if kind == "optimizer":
+            return _name_in(key) in self._own
+        if kind in ("shared", "live", "staleness"):
             return _name_in(key) in self._names
         return kind == PROBE or key.startswith(self._random)
 
@@ -265,6 +283,11 @@ class Wanted:
             return None
         is_of_shape = tuple(stored.get_shape()) == split.whole_shape(part.shape, ranks.size)
         return split.read(stored, ranks.rank, ranks.size) if is_of_shape else None
+
+
+def _with_other_names(names: Iterable[str], plan: Plan) -> set[str]:
+    known, shared = set(names), shared_names(plan)
+    return known | {first for name in known for first in shared.get(name, ())}
 
 
 @torch.no_grad()

@@ -95,6 +95,7 @@ def check_methods(config: RunConfig, plan: Plan) -> None:
         without_recompute=lacking,
         step_every=config.micro_batches,
         replicas=config.pipelines,
+        zero=config.zero,
         ahead=ahead,
         ema=config.ema is not None,
     )

@@ -8,11 +8,11 @@ a parameter's group, which some optimizers change at every step, belong to the s
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config.settings import RunConfig, SettingsError
@@ -26,15 +26,14 @@ _SCHEDULED = ("lr", "initial_lr", "shared")
 
 
 def make_user_optimizer(
-    stage: nn.Module, config: RunConfig, shared: Mapping[str, Tensor]
+    named: Sequence[tuple[str, Tensor]], config: RunConfig, shared: Mapping[str, Tensor]
 ) -> Optimizer:
-    """The user's optimizer of a stage's parameters. Each of the `shared`, by name, gets a group of
-    its own, whose option `shared` is that name.
+    """The user's optimizer of named parameters of a stage. Each of the `shared`, by name, gets a
+    group of its own, whose option `shared` is that name.
 
     Raises SettingsError where the user's code fails or returns something else.
     """
     spec = config.optimizer
-    named = [(name, each) for name, each in stage.named_parameters() if each.requires_grad]
     make = import_seeded(spec, "--optimizer", SettingsError, config.seed)
     with user_errors_as(SettingsError, f"--optimizer {spec}"):
         optimizer = make(list(named), config.lr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from ..config.batch_layout import describe_stages
+from ..config.batch_layout import describe_stages, in_words
 from ..plan.plan import Plan
 from ..schedule.schedule import Schedule
 from ..transports.choose import TransportChoice
@@ -88,6 +88,19 @@ def placement_warning(plan: Plan, machine: Machine) -> str:
     return (
         f"the plan was made for {_ranks_of_hosts(planned)}, but there are "
         f"{_ranks_of_hosts(hosts)}: other boundaries cross hosts than planned."
+    )
+
+
+def replicas_warning(plan: Plan, replicas: int) -> str:
+    """A warning for a plan with replicated stages when the run replicates whole pipelines; ""
+    otherwise."""
+    replicated = [stage for stage in plan.stages if len(stage.ranks) not in (1, replicas)]
+    if not replicated:
+        return ""
+    stages = ", ".join(f"stage {stage.index} on {len(stage.ranks)} ranks" for stage in replicated)
+    return (
+        f"the plan has {stages}, but this run has {in_words(replicas)} of each stage, so a step "
+        "takes longer than predicted."
     )
 
 

@@ -20,7 +20,7 @@ from ..plan.plan import Plan, verify_evaluates
 from ..rng import GeneratorState, micro_batch_seed
 from ..schedule.schedule import Action, Schedule, shared_delay, split_backwards
 from ..staleness import Steps, make_staleness
-from ..staleness.weight_versions import IsFinal, Weights, WeightVersions
+from ..staleness.weight_versions import Weights, WeightVersions
 from ..transports.protocol import GENERATOR_STATE, CastingTransport, Handle, Transport
 from .instrumented import Observer, RunRecorder, RunReport
 from .mailbox import Mailbox, Sizes, channels_of_each
@@ -217,11 +217,8 @@ class Executor:
                     case "F":
                         yield from self._forward(run, action)
                     case "B":
-                        is_final = None
-                        if action.stage in ends.get(position, ()):
-                            version = self.weights[action.stage].version + 1
-                            is_final = run.recorder.observer.on_last_backward(action.stage, version)
-                        yield from self._backward(run, action, is_final)
+                        is_last = action.stage in ends.get(position, ())
+                        yield from self._backward(run, action, is_last)
                     case "W":
                         self._weight_backward(run, action)
                     case "S":
@@ -231,6 +228,9 @@ class Executor:
                         run.mailbox.send(action)
                     case "RECV_F" | "RECV_B":
                         run.mailbox.post(action)
+                if run.ends_backward(action):
+                    version = self.weights[action.stage].version + 1
+                    run.recorder.observer.on_micro_batch(action.stage, version)
                 for stage in ends.get(position, ()):
                     version = self.weights[stage].version + 1
                     self.shared.publish(stage, version)
@@ -349,11 +349,15 @@ class Executor:
             run.recorder.loss(micro_batch, loss)
 
     def _backward(
-        self, run: PipelineRun, action: Action, is_final: IsFinal | None
+        self, run: PipelineRun, action: Action, is_last: bool
     ) -> Generator[Handle, None, None]:
         stage, binder = self.stages[action.stage], self.binders[action.stage]
         micro_batch = run.numbers.number(action.index)
         where = action.stage, action.index
+        version = self.weights[action.stage].version + 1
+        is_final = None
+        if where not in run.split:
+            is_final = run.recorder.observer.on_backward(action.stage, version, is_last=is_last)
         repeats = stage.is_repeatable(micro_batch)
         bound = binder.backward(run.version_pairs[where], repeats=repeats, is_final=is_final)
         channels = run.mailbox.incoming("gradient", action.stage)

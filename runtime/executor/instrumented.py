@@ -270,12 +270,16 @@ class Observer:
     def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
         """The model outputs that a stage of this rank made, detached."""
 
-    def on_last_backward(self, stage: int, version: int) -> IsFinal | None:
-        """The backward that completes the stage's gradients before the step to `version` is about
-        to begin: each `.grad` is final when it is accumulated. Not called if that backward is
-        split. Returns what to call with a weight whose gradient is final where no hook of the
-        weight is called, because the forward has read copies."""
+    def on_backward(self, stage: int, version: int, *, is_last: bool) -> IsFinal | None:
+        """A backward of the stage before the step to `version` is about to begin; the last one
+        completes the gradients: each `.grad` is final when it is accumulated. Not called if that
+        backward is split. Returns what to call with a weight whose gradient is accumulated where no
+        hook of the weight is called, because the forward has read copies."""
         return None
+
+    def on_micro_batch(self, stage: int, version: int) -> None:
+        """The stage has ended the backward of a micro-batch before the step to `version`, or left
+        it out because the micro-batch has no samples."""
 
     def on_gradients(self, stage: int, version: int) -> None:
         """The stage has ended its last backward before the step to `version`: its `.grad` are

@@ -411,6 +411,11 @@ class PipelineRun:
         """True for an action of a micro-batch without samples."""
         return action.kind != "S" and action.index in self.empty
 
+    def ends_backward(self, action: Action) -> bool:
+        """True for the last action of a micro-batch's backward at a stage."""
+        is_first_part = (action.stage, action.index) in self.split and action.kind == "B"
+        return action.kind in ("B", "W") and not is_first_part
+
     def leaves_out(self, action: Action) -> bool:
         """True for an action of a step that is left out."""
         if self.may is None:

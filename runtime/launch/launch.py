@@ -102,7 +102,7 @@ def _check_trust(settings: Settings) -> None:
 
 def _show(job: Job, reporter: Reporter) -> None:
     """A dry run: checks and reports everything; starts and writes nothing."""
-    if job.config.precision != "full":  # the boundary dtypes then depend on the stages' code
+    if job.config.precision != "full" or job.config.zero:  # what is printed depends on the code
         _check_trust(job.config)
     job = check_unstarted(job)
     config, plan = job.config, job.plan

@@ -61,8 +61,8 @@ def forecast_step(
     else:
         planned = schedule.compute
     if planned.replicas or replicas > 1:
-        summing_ms = _summing_ms(plan, replicas)
-        costs = replace(costs, step_ms=tuple(map(sum, zip(costs.step_ms, summing_ms, strict=True))))
+        sums_ms = summing_ms(plan, replicas)
+        costs = replace(costs, step_ms=tuple(map(sum, zip(costs.step_ms, sums_ms, strict=True))))
 
     def simulated(of: Schedule) -> Timeline:
         return simulate(
@@ -120,7 +120,7 @@ def has_stage_replicas(plan: Plan, name: str, micro_batches: int) -> bool:
     return name in REPLICATED and 0 < most <= micro_batches
 
 
-def _summing_ms(plan: Plan, replicas: int) -> list[float]:
+def summing_ms(plan: Plan, replicas: int) -> list[float]:
     """The time in which the ranks of each stage sum their gradients, once a step.
 
     Where the plan has these ranks it is the part of a stage's load that exceeds its times.

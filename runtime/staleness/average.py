@@ -30,13 +30,13 @@ class MovingAverage(Staleness):
         make: Any = get_ema_multi_avg_fn  # torch has no types for it
         self._update = make(decay)
         self._average: dict[str, Tensor] = {}
-        self._is_hooked = False
+        self._follows = False
 
     def begin(self, context: StageContext) -> None:
         super().begin(context)
-        if self.optimizer is not None and not self._is_hooked:
-            self.optimizer.register_step_post_hook(lambda *_: self._follow())
-            self._is_hooked = True
+        if self.steps is not None and not self._follows:
+            self.steps.steps.follow(self._follow)
+            self._follows = True
 
     def state(self, weights: WeightVersions) -> State:
         return {"average": self._average} if self._average else {}

@@ -122,12 +122,16 @@ class Conditions:
     """The number of micro-batches in a step of one pipeline."""
     replicas: int = 1
     """The number of pipelines that share the micro-batches of a step."""
+    zero: int = 0
+    """Not 0 if each replica has a part of the optimizer's state."""
     ahead: int = 0
     """The largest number of forwards that a stage runs ahead."""
     ema: bool = False
     """True if an average of the weights is evaluated."""
 
 
+_OF_WHOLE_STATE = frozenset[Need]({"sgd's momentum", "known step sizes", "update rule"})
+"""The requirements of methods that read the optimizer's state of all weights within a step."""
 _KNOWN_STEP_SIZES = [name for name, facts in OPTIMIZERS.items() if facts.known_step_sizes]
 _OF_OPTIMIZERS: Mapping[Need, tuple[Callable[[Conditions], bool], str, str]] = {
     "sgd's momentum": (
@@ -274,6 +278,13 @@ def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] 
             f"uses the gradient of every micro-batch of a step{of}, and each of the "
             f"{run.replicas} replicas has only its own",
             f"{cure}, or --replicas 1",
+        )
+    if run.zero and need in _OF_WHOLE_STATE:
+        others = [name for name in names if not METHODS[name].needs & _OF_WHOLE_STATE]
+        return (
+            "reads the optimizer's state of every weight of its stage, and under --zero "
+            f"{run.zero} each replica has a part of it",
+            f"--staleness {'+'.join(others) or 'stash'}, or --zero 0",
         )
     if need == "forward weights" and not any(METHODS[name].keeps_forward for name in names):
         with_stash = "+".join(["stash", *(name for name in names if not _reads_otherwise(name))])

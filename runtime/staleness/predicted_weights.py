@@ -21,17 +21,28 @@ class PredictedForward(Staleness):
 
     decides = frozenset({"forward", "horizon"})
     expects_rates = True
+    reads_optimizer = True
+    """Predictions read the optimizer's state, of which each replica may have a part."""
 
     def forward_view(self, weights: WeightVersions, pair: VersionPair) -> View | None:
         return self.look_ahead(weights, pair.delay)
 
     def look_ahead(self, weights: WeightVersions, steps: int) -> View | None:
         """The weights predicted for `steps` steps from now; None for 0 steps, or for a stage
-        without an optimizer."""
-        if steps == 0 or self.steps is None or self.steps.optimizer is None:
+        without weights."""
+        if steps == 0 or self.steps is None or not weights.live:
             return None
-        fill = partial(self.predict, weights, steps)
+        fill = partial(self._fill, weights, steps)
         return View(self.view_name(weights), weights.version, steps, fill)
+
+    def _fill(self, weights: WeightVersions, steps: int, leaves: Weights) -> None:
+        assert self.steps is not None
+        if self.reads_optimizer and self.steps.optimizer is None:
+            torch._foreach_copy_(list(leaves.values()), list(weights.live.values()))
+        else:
+            self.predict(weights, steps, leaves)
+        if self.reads_optimizer:
+            self.steps.spread(leaves)
 
     def factors_of_shared(self, steps: int) -> dict[str, tuple[float, ...]]:
         """The expected learning rates of the weights that several stages hold."""
@@ -76,7 +87,7 @@ class LinearByWeights(PredictedForward):
     marin-community/marin #6431 (2026). It stores the last step: memory of the weights once.
     """
 
-    expects_rates = False
+    expects_rates = reads_optimizer = False
 
     def __init__(self) -> None:
         self._last_step: list[Tensor] = []

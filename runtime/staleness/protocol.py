@@ -121,6 +121,15 @@ class Steps(Protocol):
         `gradients` times `scale`; an estimate made without waiting for other stages."""
         ...
 
+    def follow(self, act: Callable[[], None]) -> None:
+        """Calls `act` after every step of the stage."""
+        ...
+
+    def spread(self, tensors: Mapping[Tensor, Tensor]) -> None:
+        """Gives tensors, by their weight, the values that they have in the replica that has the
+        optimizer's state of that weight. Collective among the replicas."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerView:
@@ -150,6 +159,11 @@ class OptimizerView:
     def clip_factor(self, gradients: Sequence[Tensor], scale: float) -> float:
         """The optimizer's `clip_factor`."""
         return self.steps.clip_factor(gradients, scale)
+
+    def spread(self, leaves: Weights) -> None:
+        """Gives leaves, by name, the values of the replicas that have the optimizer's state."""
+        live = self.weights.live
+        self.steps.spread({live[name]: leaf for name, leaf in leaves.items()})
 
     def expected_lr(self, steps: int, name: str | None = None) -> tuple[float, ...]:
         """The expected factors on the base learning rate for each of the next steps: those of the

@@ -44,6 +44,7 @@ from ..errors import AsyncPipeError
 from ..executor.instrumented import Activities, Activity
 from ..executor.tied_parameters import shared_weights
 from ..plan.plan import Plan
+from ..sharding.shards import WHOLE, Shards
 from ..tensor_parallel.ranks import split_of
 
 
@@ -55,12 +56,14 @@ class NormShare:
     shared_by_name: tied parameters, whose gradients are summed with other stages before the step.
     owned: the tied parameters that this stage counts.
     is_first: False on tensor ranks that count no parameters but those of which they have a part.
+    shards: the owners of all of them among the replicas of the stage.
     """
 
     own: list[nn.Parameter]
     shared_by_name: dict[str, nn.Parameter]
     owned: list[nn.Parameter]
     is_first: bool = True
+    shards: Shards = WHOLE
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """True if this rank counts the parameter, and not another tensor rank."""
@@ -78,11 +81,20 @@ class NormShare:
     def counted(self) -> list[nn.Parameter]:
         return self.counted_own + self.owned
 
+    def square(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """The sum of squares of the complete gradients of some of them, `f64[]`. Collective among
+        the replicas where these own different parameters."""
+        if not self.shards.is_divided:
+            return squared_norm(gradients_of(parameters))
+        return self.shards.norms(parameters).square().sum()
 
-def share_of(plan: Plan, index: int, stage: nn.Module, tensor_rank: int = 0) -> NormShare:
+
+def share_of(
+    plan: Plan, index: int, stage: nn.Module, tensor_rank: int = 0, shards: Shards = WHOLE
+) -> NormShare:
     """The parameters of a stage, so that over all stages and tensor ranks each one is counted
     once."""
-    share = NormShare([], {}, [], is_first=tensor_rank == 0)
+    share = NormShare([], {}, [], is_first=tensor_rank == 0, shards=shards)
     holders = shared_weights(plan, index)
     for name, parameter in stage.named_parameters():
         if name not in holders or not parameter.requires_grad:
@@ -291,7 +303,7 @@ class StageNorms:
         }
         is_alone = self._by in ("stage", "proportion")
         counted = share.counted_own if is_alone else share.counted
-        squares = [float(squared_norm(gradients_of(counted))), *shared_squares.values()]
+        squares = [float(share.square(counted)), *shared_squares.values()]
         own, *of_shared = self._world.tensor_sums(squares)
         shared = dict(zip(shared_squares, map(math.sqrt, of_shared), strict=True))
         if is_alone:

@@ -32,6 +32,7 @@ class PipelineKeywords(TypedDict, total=False):
     ranks: int | None
     replicas: int | None
     tensor_parallel: int | None
+    zero: int
     staleness: str | None
     annealing_steps: int | None
     ahead: str | None

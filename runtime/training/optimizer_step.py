@@ -6,7 +6,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from time import perf_counter, process_time
 from typing import Any
 
@@ -17,16 +16,16 @@ from ..config.batch_layout import StepBatch
 from ..config.settings import RunConfig
 from ..distributed.equality import held_parameters
 from ..distributed.process_groups import World
-from ..executor.instrumented import ActionObserver, Activities, Activity, Kind, Spent
+from ..executor.instrumented import Activities, Activity, Kind, Spent
 from ..executor.weight_binding import Gap
 from ..monitoring.gather import RankFigures, base_bytes, figures_of, lateness, peak_memory_bytes
 from ..optimizers.loss_scale import LossScale
-from ..optimizers.param_groups import hidden_matrices
 from ..optimizers.soap import refresh_periods
 from ..plan.plan import Plan
 from ..schedule.asynchronous import Delays
 from ..schedule.schedule import Action, Numbering
-from ..staleness.weight_versions import IsFinal, LedgerEntry
+from ..sharding.divide import divide
+from ..staleness.weight_versions import LedgerEntry
 from .clipping import (
     Finite,
     StageNorms,
@@ -36,18 +35,17 @@ from .clipping import (
     mean_loss,
     scale_gradients,
     share_of,
-    squared_norm,
     steps_until_known,
 )
 from .own_optimizer import OwnOptimizer, StageView
-from .replica_gradients import Summed, gradient_sums
-from .stage_optimizer import StageOptimizer, StageSteps
+from .replica_gradients import Summed, SummingObserver, gradient_sums
+from .stage_optimizer import StageOptimizer, StageSteps, built_in_steps
 
 _WRITING: tuple[Kind, int] = ("writing", -1)
 _MEETING: tuple[Kind, int] = ("meet", -1)
 
 
-class OptimizerStepper(ActionObserver):
+class OptimizerStepper(SummingObserver):
     """Clips and steps the stages of one rank, and reports the metrics of every step.
 
     Synchronous schedules clip by the norm of all stages. Each stage's share is computed after its
@@ -98,6 +96,7 @@ class OptimizerStepper(ActionObserver):
         self._stages = len(plan.stages)
         late = delays or [0] * self._stages
         self._refresh_periods = refresh_periods(late, config.refresh_every or 1)
+        self._shards = divide(plan, modules, config, gradient_group)  # freezing keeps the owners
         self._make_optimizers()
         self._scale = None if config.loss_scale is None else LossScale(config.loss_scale)
         self._gradients: dict[int, list[Tensor | None]] = {}
@@ -120,24 +119,23 @@ class OptimizerStepper(ActionObserver):
     def _make_optimizers(self) -> None:
         plan, config, world, modules = self._plan, self._config, self._world, self._modules
         self._parameters = {j: list(module.parameters()) for j, module in modules.items()}
-        tensor_rank = world.tensor_rank
-        self._share = {j: share_of(plan, j, each, tensor_rank) for j, each in modules.items()}
-        self._sums = gradient_sums(
-            self._share, held_parameters(plan, modules, world), world, self._gradient_group
+        tensor_rank, shards = world.tensor_rank, self._shards
+        self.shares = {
+            j: share_of(plan, j, each, tensor_rank, shards[j]) for j, each in modules.items()
+        }
+        self.sums = gradient_sums(
+            self.shares, held_parameters(plan, modules, world), world, self._gradient_group
         )
         self._norms: StageNorms | None = None
         if config.is_async and config.clip:
-            self._norms = StageNorms(config, world, self._stages, self._share, self.activities)
+            self._norms = StageNorms(config, world, self._stages, self.shares, self.activities)
         self._optimizers: dict[int, StageSteps] = {
-            j: StageView(module, self._own, self._share[j].shared_by_name)
+            j: StageView(module, self._own, self.shares[j])
             if self._own is not None
-            else StageOptimizer(
-                module,
-                config,
-                hidden=hidden_matrices(plan, j, module),
-                shared=self._share[j].shared_by_name if config.is_async else None,
+            else built_in_steps(
+                *(plan, j, module, config, self.shares[j]),
+                norms=self._norms,
                 refresh_every=self._refresh_periods[j],
-                clip_factor=partial(self._norms.expected_factor, j) if self._norms else None,
                 learning_rate=self._learning_rate,
             )
             for j, module in modules.items()
@@ -147,8 +145,8 @@ class OptimizerStepper(ActionObserver):
         """Continues after a step with the parameters that still require a gradient; drops the
         optimizer state of the others. Collective."""
         before, state = self._optimizers, self.state()
-        if self._sums is not None:
-            self._sums.close()
+        if self.sums is not None:
+            self.sums.close()
         self._make_optimizers()
         for stage, optimizer in self._optimizers.items():
             trained = [each for each in self._parameters[stage] if each.requires_grad]
@@ -255,31 +253,17 @@ class OptimizerStepper(ActionObserver):
     def on_gap(self, stage: int, version: int, gap: Gap) -> None:
         self._gaps[version].append(gap)
 
-    def on_last_backward(self, stage: int, version: int) -> IsFinal | None:
-        if self._sums is None:
-            return None
-        self._sums.expect(stage, version)
-        return self._sums.accumulated
-
     def on_gradients(self, stage: int, version: int) -> None:
-        if self._sums is not None:
-            with self.activities.during(Activity("exchange", "sends gradients to its replicas")):
-                self._sums.begin(stage, version)
-        elif self.is_synchronous:
+        super().on_gradients(stage, version)
+        if self.sums is None and self.is_synchronous:
             self._take_own(stage, version)
 
     def _take_own(self, stage: int, version: int) -> None:
         with self.activities.during(Activity("norm", Action(stage, "S", 1), 1)):
-            share = self._share[stage]
+            share = self.shares[stage]
             self._take(stage, version, share.own, share.counted_own)
             if not share.shared:
                 self._completed(stage, version)
-
-    def on_sums(self, stage: int, version: int) -> None:
-        if self._sums is not None:
-            waits = f"waits for the gradients of stage {stage} from {self._sums.peers}"
-            with self.activities.during(Activity("exchange", waits)):
-                self._sums.finish(stage, version)
 
     def be_idle(self, version: int) -> None:
         """Takes part in a step without a stage: in what all ranks agree on, and its metrics."""
@@ -298,8 +282,8 @@ class OptimizerStepper(ActionObserver):
 
     def _step_alone(self, stage: int, version: int) -> None:
         if self._norm_is_wanted(version):
-            square = squared_norm(gradients_of(self._share[stage].counted))
-            self._squares_of[version][stage] = square
+            share = self.shares[stage]
+            self._squares_of[version][stage] = share.square(share.counted)
         if self._norms is None:
             self._step(stage, version, 1.0)
             return
@@ -321,7 +305,7 @@ class OptimizerStepper(ActionObserver):
         if self._scale:
             self._scale.unscale(gradients_of(parameters))
         if self._norm_is_wanted(version):
-            square = squared_norm(gradients_of(counted))
+            square = self.shares[stage].square(counted)
             squares = self._squares_of[version]
             before = squares.get(stage)
             squares[stage] = square if before is None else before + square
@@ -341,10 +325,10 @@ class OptimizerStepper(ActionObserver):
         )
 
     def _step_together(self, stage: int, version: int) -> None:
-        if self._sums is not None:
+        if self.sums is not None:
             self._take_own(stage, version)
-        if shared := self._share[stage].shared:
-            self._take(stage, version, shared, self._share[stage].owned)
+        if shared := self.shares[stage].shared:
+            self._take(stage, version, shared, self.shares[stage].owned)
             self._completed(stage, version)
         if not self._is_agreed:
             self._step(stage, version, 1.0)
@@ -389,7 +373,7 @@ class OptimizerStepper(ActionObserver):
             self._optimizers[stage].skip()
         else:
             self.before_step(stage)
-            share, whole = self._share[stage], self._whole
+            share, whole = self.shares[stage], self._whole
             scale_gradients(share.own, factor)
             for name, parameter in share.shared_by_name.items():
                 scale_gradients([parameter], (of_shared or {}).get(name, factor))
@@ -416,7 +400,7 @@ class OptimizerStepper(ActionObserver):
         spent[_WRITING] = spent.get(_WRITING, 0.0) + self._between.pop(_WRITING, 0.0)
         if not self._optimizers:
             spent = {_MEETING: sum(spent.values())}
-        summed = self._sums.take_counts(version) if self._sums is not None else Summed()
+        summed = self.sums.take_counts(version) if self.sums is not None else Summed()
         losses = self._losses.pop(version, None)
         if losses:
             self._finite.check_loss(version, mean_loss(losses))

@@ -20,6 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..config.settings import SettingsError
 from ..control.user_optimizer import load_user_state, user_state_of
+from ..sharding.shards import OwnedSteps
+from .clipping import NormShare
 
 _SCHEDULED = ("lr", "momentum", "betas")
 """The entries of a group that schedulers of torch change."""
@@ -139,6 +141,16 @@ def check_optimizer(optimizer: object, parameters: Sequence[nn.Parameter]) -> No
         )
 
 
+def check_has_optimizer(zero: int, has_optimizer: bool | None) -> None:
+    """Raises SettingsError for a step that would leave gradients of which each replica has some."""
+    if zero and has_optimizer is False:
+        raise SettingsError(
+            f"a step without an optimizer leaves all gradients in .grad, and with zero={zero} each "
+            "replica has a part of them.",
+            "Give step(batch, optimizer=...), or leave zero out.",
+        )
+
+
 def check_scheduler(scheduler: LRScheduler, optimizer: Optimizer | None) -> None:
     """Raises SettingsError for a scheduler that a stream cannot step."""
     name = type(scheduler).__name__
@@ -162,16 +174,19 @@ def _needed(step: Callable[..., Any]) -> str:
     return next(needed, "")
 
 
-class StageView:
+class StageView(OwnedSteps):
     """The steps of one stage by the user's optimizer."""
 
     annealing_steps = 1
 
-    def __init__(self, stage: nn.Module, own: OwnOptimizer, shared: Mapping[str, Tensor]) -> None:
+    def __init__(self, stage: nn.Module, own: OwnOptimizer, share: NormShare) -> None:
+        super().__init__(share.shards)
         self._parameters = [
-            parameter for parameter in stage.parameters() if parameter.requires_grad
+            parameter
+            for parameter in stage.parameters()
+            if parameter.requires_grad and self.shards.owns(parameter)
         ]
-        self._own, self._shared = own, shared
+        self._own, self._shared = own, share.shared_by_name
         self._done = 0
 
     @property
@@ -209,21 +224,31 @@ class StageView:
 
     def step(self, lr_scale: float = 1.0, shared: Mapping[str, float] | None = None) -> None:
         """Steps the stage's parameters at the learning rates of its groups times `lr_scale`, or for
-        a tied parameter times its scale in `shared`. Without an optimizer, keeps the gradients."""
+        a tied parameter times its scale in `shared`. Without an optimizer, keeps the gradients.
+        Collective among replicas that own different parameters."""
         options = self._own.options_at(self._done)
         self._done += 1
-        optimizer = self.optimizer
-        if optimizer is None:
+        if self.optimizer is None:
             own = {
                 parameter: parameter.grad
                 for parameter in self._parameters
                 if parameter.grad is not None
             }
             self._own.left.update(own)
-            return
+        else:
+            self._step(self.optimizer, lr_scale, shared or {}, options)
+        self.finish_step()
+
+    def _step(
+        self,
+        optimizer: Optimizer,
+        lr_scale: float,
+        shared: Mapping[str, float],
+        options: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
         scales = dict.fromkeys(self._parameters, lr_scale)
-        for name, scale in (shared or {}).items():
-            scales[self._shared[name]] = scale  # type: ignore[index]
+        of_shared = {self._shared[name]: scale for name, scale in shared.items()}
+        scales |= {each: of_shared[each] for each in scales if each in of_shared}
         with _groups_of(optimizer, scales, options):
             optimizer.step()
 

@@ -53,7 +53,7 @@ from .given_batches import (
     shared_loss,
 )
 from .joining import PipelineKeywords, joined_job, own_world
-from .own_optimizer import OwnOptimizer
+from .own_optimizer import OwnOptimizer, check_has_optimizer
 from .own_state import full_state, load_own, loop_facts, save_own
 from .replica_gradients import first_buffers
 from .setup import agree, with_cache
@@ -154,6 +154,7 @@ class Pipeline(TrainedStages):
         self._calls.check()
         given = self._split(batch)
         self._use(optimizer, None)
+        check_has_optimizer(self.config.zero, self._has_optimizer)
         with self._calls.during(f"step {self._steps + 1}", breaks=True):
             return self._step(given, outputs=outputs)
 

@@ -13,6 +13,11 @@ buckets of one size are added in one order, so its holders stay equal to the las
 stages have replicas, all ranks of all its holders sum it together instead. A gradient that no
 replica has stays None.
 
+Where the parameters of a stage have owners (`--zero`), a bucket has parameters of one owner, which
+alone receives the sum; on the others these gradients become None. With `each_backward` that happens
+after the backward of every micro-batch, so that no replica holds all gradients of a stage: the
+owner adds up the sums, and at most two buckets are under way.
+
 Buffers that depend on data, such as batch norm's statistics, differ between replicas. The first
 replica's buffers are the ones that are saved, so an evaluation uses them on all replicas
 (`first_buffers`); training continues with each replica's own.
@@ -20,9 +25,9 @@ replica's buffers are the ones that are saved, so an evaluation uses them on all
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakMethod
 
@@ -33,12 +38,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ..distributed.equality import TiedParameter
 from ..distributed.process_groups import World
-from ..errors import TransportError
+from ..executor.instrumented import ActionObserver, Activity
 from ..formatting import counted
 from ..plan.plan import Plan
+from ..sharding.shards import BUCKET_BYTES, UNDER_WAY, WHOLE, Shards, bucketed, naming_peers
+from ..staleness.weight_versions import IsFinal
 from .clipping import NormShare
-
-BUCKET_BYTES = 25 << 20
 
 
 @dataclass(eq=False)
@@ -47,17 +52,40 @@ class _Bucket:
 
     parameters: the parameters.
     group: the ranks to sum over; None for the group of all buckets.
+    shards: the owners of the parameters; one of them owns all of a bucket.
     missing: the number of gradients that are not final yet.
     has_all: True if this replica has a gradient of each parameter.
     flat, work: the tensor being summed and its all-reduce.
+    total: the sums so far; None on a replica that does not receive them.
     """
 
     parameters: list[nn.Parameter]
     group: dist.ProcessGroup | None = None
+    shards: Shards = WHOLE
     missing: int = 0
     has_all: bool = False
     flat: Tensor | None = None
     work: dist.Work | None = None
+    total: Tensor | None = None
+
+    @property
+    def owner(self) -> int | None:
+        """The replica that receives the sums; None if all do."""
+        return self.shards.owner(self.parameters[0]) if self.shards.is_divided else None
+
+    @property
+    def receives(self) -> bool:
+        """True if this replica receives the sums."""
+        return self.owner in (None, self.shards.copy)
+
+    def collect(self) -> None:
+        """Waits for the sum that is under way, if there is one, and adds it to those before."""
+        if self.work is None:
+            return
+        self.work.wait()
+        if self.receives:
+            self.total = self.flat if self.total is None else self.total.add_(self.flat)
+        self.flat = self.work = None
 
 
 @dataclass(eq=False)
@@ -113,9 +141,10 @@ class GradientSums:
         self._group, self.peers = group, peers
         self._counts: dict[int, Summed] = defaultdict(Summed)
         self._windows = {
-            stage: _Window(make_buckets(share.own, bucket_bytes) if group else [])
+            stage: _Window(make_buckets(share.own, bucket_bytes, share.shards) if group else [])
             for stage, share in shares.items()
         }
+        self._under_way: deque[_Bucket] = deque()
         groups = {tied.parameter: tied.group for tied in tied_parameters}
         self._shared = {
             stage: [
@@ -152,14 +181,16 @@ class GradientSums:
         return self._counts.pop(version, Summed())
 
     def expect(self, stage: int, version: int = 0) -> None:
-        """Call before the stage's last backward: the gradients that it accumulates are final."""
+        """Call before the stage's last backward, or with `each_backward` before each: the gradients
+        that it accumulates are final."""
         window = self._windows[stage]
         window.is_open, window.version = True, version
         for bucket in window.buckets:
             bucket.missing = len(bucket.parameters)
 
     def begin(self, stage: int, version: int = 0) -> None:
-        """Call when all the stage's own gradients are final."""
+        """Call when all the stage's own gradients are final: after its last backward, or with
+        `each_backward` after each."""
         window = self._windows[stage]
         window.is_open = False
         for bucket in window.buckets[window.begun :]:
@@ -172,6 +203,8 @@ class GradientSums:
         for bucket in self._shared[stage]:
             self._begin(bucket, version)
         for bucket in (*self._windows[stage].buckets, *self._shared[stage]):
+            if bucket in self._under_way:
+                self._under_way.remove(bucket)
             self._finish(bucket)
 
     def accumulated(self, parameter: Tensor) -> None:
@@ -189,6 +222,10 @@ class GradientSums:
 
     def _begin(self, bucket: _Bucket, version: int) -> None:
         """Sends the gradients in one tensor, followed by flags for those that exist."""
+        if bucket.work is not None:  # of the micro-batch before
+            self._under_way.remove(bucket)
+            with self._naming_peers():
+                bucket.collect()
         parameters = bucket.parameters
         device, dtype = parameters[0].device, parameters[0].dtype
         given = [float(parameter.grad is not None) for parameter in parameters]
@@ -199,7 +236,7 @@ class GradientSums:
             for parameter in parameters
         ]
         bucket.flat = torch.cat([*parts, torch.tensor(given, device=device, dtype=dtype)])
-        bucket.has_all = all(given)
+        bucket.has_all |= all(given)
         counts = self._counts[version]
         counts.elements += bucket.flat.numel() - len(given)
         # Where single stages have replicas, the holders of a tied parameter sum it together.
@@ -208,31 +245,71 @@ class GradientSums:
             parameter.grad = None  # now in the bucket
         with self._naming_peers():
             group = bucket.group or self._group
-            bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
+            if bucket.owner is None:
+                bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
+            else:
+                bucket.work = dist.reduce(
+                    bucket.flat, group_dst=bucket.owner, group=group, async_op=True
+                )
+            if bucket.shards.each_backward:
+                self._under_way.append(bucket)
+                if len(self._under_way) > UNDER_WAY:
+                    self._under_way.popleft().collect()
 
     def _finish(self, bucket: _Bucket) -> None:
-        assert bucket.flat is not None and bucket.work is not None
         with self._naming_peers():
-            bucket.work.wait()
-        parameters = bucket.parameters
-        sizes = [*(parameter.numel() for parameter in parameters), len(parameters)]
-        *sums, given = torch.split(bucket.flat, sizes)
-        counts = [1.0] * len(parameters) if bucket.has_all else given.tolist()
-        for parameter, total, count in zip(parameters, sums, counts, strict=True):
-            # A view: the gradients are in the bucket until the stage has stepped.
-            parameter.grad = total.view_as(parameter) if count else None
-        bucket.flat = bucket.work = None
+            bucket.collect()
+        if (total := bucket.total) is not None:
+            parameters = bucket.parameters
+            sizes = [*(parameter.numel() for parameter in parameters), len(parameters)]
+            *sums, given = torch.split(total, sizes)
+            counts = [1.0] * len(parameters) if bucket.has_all else given.tolist()
+            for parameter, own, count in zip(parameters, sums, counts, strict=True):
+                # A view: the gradients are in the bucket until the stage has stepped.
+                parameter.grad = own.view_as(parameter) if count else None
+        bucket.total, bucket.has_all = None, False
 
-    @contextmanager
-    def _naming_peers(self) -> Iterator[None]:
-        """Within it, an error of torch.distributed becomes one that names the peers."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise TransportError(
-                f"the gradients cannot be summed with {self.peers}: {str(error).splitlines()[0]}",
-                "See the output of the other ranks for the cause; --timeout-s allows more time.",
-            ) from error
+    def _naming_peers(self) -> AbstractContextManager[None]:
+        return naming_peers("the gradients cannot be summed", self.peers)
+
+
+class SummingObserver(ActionObserver):
+    """Sums the gradients of a rank's stages over their replicas, as the backwards end.
+
+    shares: the parameters of each stage.
+    sums: the sums; None without replicas.
+    """
+
+    shares: Mapping[int, NormShare]
+    sums: GradientSums | None = None
+
+    def on_backward(self, stage: int, version: int, *, is_last: bool) -> IsFinal | None:
+        if self.sums is None or not (is_last or self._sums_each(stage)):
+            return None
+        self.sums.expect(stage, version)
+        return self.sums.accumulated
+
+    def on_micro_batch(self, stage: int, version: int) -> None:
+        if self._sums_each(stage):
+            self._begin(stage, version)
+
+    def on_gradients(self, stage: int, version: int) -> None:
+        if not self._sums_each(stage):
+            self._begin(stage, version)
+
+    def on_sums(self, stage: int, version: int) -> None:
+        if self.sums is not None:
+            waits = f"waits for the gradients of stage {stage} from {self.sums.peers}"
+            with self.activities.during(Activity("exchange", waits)):
+                self.sums.finish(stage, version)
+
+    def _begin(self, stage: int, version: int) -> None:
+        if self.sums is not None:
+            with self.activities.during(Activity("exchange", "sends gradients to its replicas")):
+                self.sums.begin(stage, version)
+
+    def _sums_each(self, stage: int) -> bool:
+        return self.shares[stage].shards.each_backward
 
 
 def gradient_sums(
@@ -253,27 +330,16 @@ def gradient_sums(
     return GradientSums(shares, gradient_group, peers, tied_parameters=tied_parameters)
 
 
-def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """Buckets of one dtype and device each, from the last parameter to the first."""
-    buckets: list[_Bucket] = []
-    size = 0
-    for parameter in _with_gradients(reversed(parameters)):
-        last = buckets[-1].parameters[-1] if buckets else None
-        fits = last is not None and size + parameter.nbytes <= bucket_bytes
-        if not fits or last is None or (last.dtype, last.device) != _kind(parameter):
-            buckets.append(_Bucket([]))
-            size = 0
-        buckets[-1].parameters.append(parameter)
-        size += parameter.nbytes
-    return buckets
+def make_buckets(
+    parameters: Sequence[nn.Parameter], bucket_bytes: int, shards: Shards = WHOLE
+) -> list[_Bucket]:
+    """Buckets of one owner, dtype and device each, from the last parameter to the first."""
+    reverse = _with_gradients(reversed(parameters))
+    return [_Bucket(own, shards=shards) for own in bucketed(reverse, shards.kind, bucket_bytes)]
 
 
 def _with_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [parameter for parameter in parameters if parameter.requires_grad]
-
-
-def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
-    return parameter.dtype, parameter.device
 
 
 def describe_statistics(plan: Plan, frozen: Collection[str]) -> str:

@@ -33,7 +33,12 @@ from ..control.learning_rate import WSD_SHARE
 from ..data.task import TARGET
 from ..distributed.cpu_affinity import Machine
 from ..distributed.grid import grid_of
-from ..distributed.placement import describe_placement, describe_ranks, placement_warning
+from ..distributed.placement import (
+    describe_placement,
+    describe_ranks,
+    placement_warning,
+    replicas_warning,
+)
 from ..executor.precision import BoundaryDtypes
 from ..executor.run import needed_inputs
 from ..formatting import counted, write_ms, write_share
@@ -48,6 +53,7 @@ from ..process import describe_environment
 from ..schedule.asynchronous import KEEPS
 from ..schedule.builders import AUTO
 from ..schedule.schedule import Schedule
+from ..sharding.planned import with_shares, with_sums
 from ..staleness import parse
 from ..transports.choose import TransportChoice
 from ..transports.left_out import WITHOUT_NETWORK
@@ -150,7 +156,7 @@ def forecast_run(
         processors=max(1, cores // side_by_side) if config.device == "cpu" else None,
         steps=steps,
         replicas=config.pipelines,
-        step_ms=optimizer_ms,
+        step_ms=with_sums(plan, config, optimizer_ms),
         shared_stages=waiting_stages(plan, config),
     )
 
@@ -167,7 +173,9 @@ def announce(
     dtypes: BoundaryDtypes,
 ) -> None:
     """Reports the setup of the run, with warnings of legal but probably unintended options."""
-    config, plan = job.config, job.plan
+    config = job.config
+    stages = tuple(schedule.stages_of(rank) for rank in range(len(schedule.ranks)))
+    plan, shared_out = with_shares(job.plan, config, stages, job.code)
     if not config.has_network:
         reporter.on_warning(WITHOUT_NETWORK)
     grid = grid_of(schedule, config.pipelines, config.tensor_ranks)
@@ -192,7 +200,7 @@ def announce(
         idle = write_share(forecast.idle_share)
         text = f"{write_ms(forecast.step_ms)} per step without the optimizer, {idle} idle"
         facts.append(("predicted", text))
-    if memory := describe_memory(config, plan):
+    if memory := ", ".join(filter(None, (describe_memory(config, plan), shared_out))):
         facts.append(("memory", memory))
     facts.append(("output", str(job.folder)))
     reporter.on_start(
@@ -201,7 +209,7 @@ def announce(
             predict(costs_at_sizes(plan, job.planned), schedule, forecast),
             config.micro_batches,
             config.pipelines,
-            tuple(schedule.stages_of(rank) for rank in range(len(schedule.ranks))),
+            stages,
             describe_environment(),
             parse(config.methods) if config.is_async else (),
         )
@@ -253,19 +261,6 @@ def together(stages: Sequence[StageMemory]) -> int:
     stages."""
     lasting = sum(memory.total - memory.transient for memory in stages)
     return lasting + max((memory.transient for memory in stages), default=0)
-
-
-def replicas_warning(plan: Plan, replicas: int) -> str:
-    """A warning for a plan with replicated stages when the run replicates whole pipelines; ""
-    otherwise."""
-    replicated = [stage for stage in plan.stages if len(stage.ranks) not in (1, replicas)]
-    if not replicated:
-        return ""
-    stages = ", ".join(f"stage {stage.index} on {len(stage.ranks)} ranks" for stage in replicated)
-    return (
-        f"the plan has {stages}, but this run has {in_words(replicas)} of each stage, so a step "
-        "takes longer than predicted."
-    )
 
 
 def describe_data(data: Data, plan: Plan, schedule: Schedule, config: RunConfig) -> str:

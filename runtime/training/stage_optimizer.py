@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from inspect import unwrap
 from typing import Any, Protocol
 
@@ -22,8 +22,11 @@ from ..config.settings import RunConfig
 from ..control.learning_rate import learning_rate_of
 from ..control.user_optimizer import load_user_state, make_user_optimizer, user_state_of
 from ..optimizers.facts import OPTIMIZERS, OptimizerFacts
-from ..optimizers.param_groups import Joint
+from ..optimizers.param_groups import Joint, hidden_matrices
+from ..plan.plan import Plan
+from ..sharding.shards import WHOLE, OwnedSteps, Shards
 from ..staleness.protocol import Steps
+from .clipping import NormShare, StageNorms
 
 _KEPT_OUT = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 
@@ -37,7 +40,9 @@ def uncompiled(kind: type[Optimizer]) -> Callable[..., Optimizer]:
 
 
 class StageSteps(Steps, Protocol):
-    """The optimizer steps of one stage."""
+    """The optimizer steps of one stage; `shards` are the owners of its parameters."""
+
+    shards: Shards
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """The optimizer's state of a parameter."""
@@ -57,7 +62,7 @@ class StageSteps(Steps, Protocol):
         ...
 
 
-class StageOptimizer:
+class StageOptimizer(OwnedSteps):
     """The optimizer and the learning-rate schedule of one stage, stepped together.
 
     Weight decay applies to matrices only, not to biases, scales of norms and other vectors. For a
@@ -69,6 +74,7 @@ class StageOptimizer:
     hidden, shared, refresh_every: as for `make_optimizer`.
     clip_factor: the factor by which a coming step would clip; without it nothing is clipped.
     learning_rate: the factor of the learning rate at a step, by default that of the options.
+    shards: the owners of the parameters; the optimizer has those of this replica.
     """
 
     def __init__(
@@ -81,17 +87,24 @@ class StageOptimizer:
         refresh_every: int | None = None,
         clip_factor: Callable[[Sequence[Tensor], float], float] | None = None,
         learning_rate: Callable[[int], float] | None = None,
+        shards: Shards = WHOLE,
     ) -> None:
-        trainable = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+        super().__init__(shards)
+        named = [
+            (name, parameter)
+            for name, parameter in stage.named_parameters()
+            if parameter.requires_grad and shards.owns(parameter)
+        ]
         self._is_users = config.optimizer not in OPTIMIZERS
         self._config = config
         self._factor = learning_rate or learning_rate_of(config)
         self.lr_factor = 1.0
         self._clip_factor = clip_factor
         self.optimizer: Optimizer | None = None
-        if trainable and self._is_users:
-            self.optimizer = make_user_optimizer(stage, config, shared or {})
-        elif trainable:
+        if named and self._is_users:
+            self.optimizer = make_user_optimizer(named, config, shared or {})
+        elif named:
+            trainable = [parameter for _, parameter in named]
             self.optimizer = make_optimizer(
                 trainable, config, hidden=hidden, shared=shared, refresh_every=refresh_every
             )
@@ -152,19 +165,20 @@ class StageOptimizer:
 
     def step(self, lr_scale: float = 1.0, shared: Mapping[str, float] | None = None) -> None:
         """Makes one optimizer step, at the scheduled learning rate times `lr_scale`, or for a tied
-        parameter times its scale in `shared`."""
-        if self.optimizer is None:
-            return
-        groups = self.optimizer.param_groups
-        scheduled = [group["lr"] for group in groups]
-        for group, lr in zip(groups, scheduled, strict=True):
-            scale = self.lr_factor * (shared or {}).get(group.get("shared", ""), lr_scale)
-            if scale != 1.0:
-                group["lr"] = lr * scale
-        self.optimizer.step()
-        for group, lr in zip(groups, scheduled, strict=True):
-            group["lr"] = lr
-        self._scheduler.step()
+        parameter times its scale in `shared`. Collective among replicas that own different
+        parameters: all receive the new weights."""
+        if self.optimizer is not None:
+            groups = self.optimizer.param_groups
+            scheduled = [group["lr"] for group in groups]
+            for group, lr in zip(groups, scheduled, strict=True):
+                scale = self.lr_factor * (shared or {}).get(group.get("shared", ""), lr_scale)
+                if scale != 1.0:
+                    group["lr"] = lr * scale
+            self.optimizer.step()
+            for group, lr in zip(groups, scheduled, strict=True):
+                group["lr"] = lr
+            self._scheduler.step()
+        self.finish_step()
 
     def skip(self) -> None:
         """Skips a step; the learning rate still advances, as in a loop that steps its scheduler."""
@@ -174,6 +188,31 @@ class StageOptimizer:
             # torch warns of a scheduler that steps before the optimizer's first step.
             warnings.simplefilter("ignore", UserWarning)
             self._scheduler.step()
+
+
+def built_in_steps(
+    plan: Plan,
+    index: int,
+    stage: nn.Module,
+    config: RunConfig,
+    share: NormShare,
+    *,
+    norms: StageNorms | None,
+    refresh_every: int,
+    learning_rate: Callable[[int], float] | None,
+) -> StageOptimizer:
+    """The steps of stage `index` by the optimizer that the options name; `norms` are those by which
+    each stage clips alone, if it does."""
+    return StageOptimizer(
+        stage,
+        config,
+        hidden=hidden_matrices(plan, index, stage),
+        shared=share.shared_by_name if config.is_async else None,
+        refresh_every=refresh_every,
+        clip_factor=partial(norms.expected_factor, index) if norms else None,
+        learning_rate=learning_rate,
+        shards=share.shards,
+    )
 
 
 _NUMBERS = ("step", "mu_product")

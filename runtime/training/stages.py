@@ -37,7 +37,6 @@ from ..monitoring.gather import RankFigures
 from ..plan.plan import Plan
 from ..schedule.schedule import Schedule
 from ..tensor_files import dtype_of
-from .clipping import gradients_of, squared_norm
 from .evaluation import find_criterion, forward_schedule
 from .optimizer_step import OptimizerStepper
 from .own_optimizer import OwnOptimizer
@@ -225,8 +224,9 @@ class TrainedStages:
     def _add_squares(self, stage: int) -> None:
         """Adds the squares of the gradients of a stage's blocks."""
         assert self.freezing is not None
+        share = self.stepper.shares[stage]
         for block, parameters in self.freezing.trained(stage):
-            square = squared_norm(gradients_of(parameters))
+            square = share.square(parameters)
             self._squares[block] = self._squares.get(block, 0.0) + square
 
     def _gather_squares(self) -> None:

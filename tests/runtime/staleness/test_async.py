@@ -321,7 +321,9 @@ class Final(Seen):
     final: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
     complete: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
 
-    def on_last_backward(self, stage: int, version: int) -> Any:
+    def on_backward(self, stage: int, version: int, *, is_last: bool) -> Any:
+        if not is_last:
+            return None
         found = self.final[stage, version] = {}
         names = {weight: name for name, weight in self.modules[stage].named_parameters()}
 

@@ -103,9 +103,10 @@ def own_loop(rank: int, folder: str, steps: int, options: dict[str, Any]) -> dic
         (2, {"micro_batches": 5, "clip": 0.4, "schedule": "gpipe"}),
         (2, {"micro_batches": 4, "clip": 0.4, "schedule": "interleaved"}),
         (4, {"micro_batches": 3, "clip": 0.4, "replicas": 2}),
+        (4, {"micro_batches": 3, "clip": 0.4, "replicas": 2, "zero": 2}),
         (2, {"micro_batches": 4, "schedule": "ddp"}),
     ],
-    ids=["1f1b", "uneven", "two stages per rank", "replicas", "ddp"],
+    ids=["1f1b", "uneven", "two stages per rank", "replicas", "zero", "ddp"],
 )
 def test_a_loop_with_any_optimizer_groups_and_scheduler_equals_the_plain_loop(
     folder: Path, tmp_path: Path, ranks: int, options: dict[str, Any]

@@ -18,11 +18,12 @@ from asyncpipe.runtime.config.resolve import (
     sized_plan,
 )
 from asyncpipe.runtime.config.settings import RunConfig, Settings, SettingsError
+from asyncpipe.runtime.distributed.placement import replicas_warning
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.options import options_of
 from asyncpipe.runtime.plan.plan import Plan, TensorSpec
 from asyncpipe.runtime.schedule.builders import make_schedule
-from asyncpipe.runtime.training.run_summary import describe_optimizer, replicas_warning
+from asyncpipe.runtime.training.run_summary import describe_optimizer
 from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
 from asyncpipe.tests.support.run_configs import run_config
 

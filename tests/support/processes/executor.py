@@ -133,8 +133,8 @@ class Replica(Seen):
     def on_begin(self, action: Action) -> None:
         time.sleep(self.slow_s)
 
-    def on_last_backward(self, stage: int, version: int) -> IsFinal | None:
-        if self.sums is None:
+    def on_backward(self, stage: int, version: int, *, is_last: bool) -> IsFinal | None:
+        if self.sums is None or not is_last:
             return None
         self.sums.expect(stage)
         return self.sums.accumulated
@@ -293,6 +293,12 @@ class Planned:
 
     def clip_factor(self, gradients: Sequence[Tensor], scale: float) -> float:
         return 1.0
+
+    def follow(self, act: Callable[[], None]) -> None:
+        pass
+
+    def spread(self, tensors: Mapping[Tensor, Tensor]) -> None:
+        pass
 
     def future_lr(self, steps: int) -> tuple[float, ...]:
         return tuple(self.factors(self.weights.version + 1 + step) for step in range(steps))

@@ -1,0 +1,1 @@
+"""Optimizer state, and gradients, that the replicas of a stage share out among them (`--zero`)."""
