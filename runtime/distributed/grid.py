@@ -113,14 +113,11 @@ class Grid:
         return schedule.stages_of(self.rank_of(process))
 
     def whose(self, process: int) -> str:
-        """The tensor rank and replica of a process, as a suffix to its stages: ` of tensor rank 0,
+        """The tensor rank and replica of a process, as a suffix to its stages: `, tensor rank 0 of
         replica 1`, or "" if there is one of each."""
-        parts = []
-        if self.tensor_ranks > 1:
-            parts.append(f"tensor rank {self.tensor_rank_of(process)}")
-        if len(self.copies_of(process)) > 1:
-            parts.append(f"replica {self.copy_of(process)}")
-        return f" of {', '.join(parts)}" if parts else ""
+        has_part, has_copies = self.tensor_ranks > 1, len(self.copies_of(process)) > 1
+        part = f", tensor rank {self.tensor_rank_of(process)}" if has_part else ""
+        return f"{part} of replica {self.copy_of(process)}" if has_copies else part
 
 
 def grid_of(schedule: Schedule, replicas: int = 1, tensor_ranks: int = 1) -> Grid:

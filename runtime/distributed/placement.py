@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from ..config.batch_layout import describe_stages, in_words
@@ -46,7 +46,9 @@ def describe_ranks(grid: Grid, transport: TransportChoice, machine: Machine) -> 
     return f"{head} · {means} · {threads} each{origin}, {cores}"
 
 
-def describe_placement(plan: Plan, schedule: Schedule, machine: Machine) -> str:
+def describe_placement(
+    plan: Plan, schedule: Schedule, machine: Machine, tensor_ranks: int = 1
+) -> str:
     """The ranks of each host and the boundaries that cross hosts; "" for a single host."""
     hosts = machine.host_of_rank
     if len(set(hosts)) < 2:
@@ -54,12 +56,21 @@ def describe_placement(plan: Plan, schedule: Schedule, machine: Machine) -> str:
     pairs = {
         (boundary.source, target) for boundary in plan.boundaries for target in boundary.targets
     }
+    first = hosts[::tensor_ranks]  # of the tensor ranks of a stage
     crossing = sum(
-        any(hosts[ranks[source]] != hosts[ranks[target]] for ranks in schedule.placements)
+        any(first[ranks[source]] != first[ranks[target]] for ranks in schedule.placements)
         for source, target in pairs
     )
     verb = "crosses" if crossing == 1 else "cross"
     return f"{_ranks_of_hosts(hosts)} · {crossing} of {len(pairs)} boundaries {verb} hosts"
+
+
+def placement_warnings(plan: Plan, machine: Machine, grid: Grid) -> Iterator[str]:
+    """Warnings of other replicas than planned, of ranks on other hosts, and of tensor ranks on
+    several."""
+    copies = "" if grid.ranks_of_stage else replicas_warning(plan, grid.replicas)
+    misplaced, apart = placement_warning(plan, machine), tensor_ranks_warning(grid, machine)
+    yield from filter(None, (copies, misplaced, apart))
 
 
 def tensor_ranks_warning(grid: Grid, machine: Machine) -> str:

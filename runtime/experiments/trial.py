@@ -82,7 +82,9 @@ def train_alone(settings: Settings, folder: Path, code: Mapping[str, str] | None
     Prepared data is written to `folder`; `code` is as for make_job. A loss of NaN or inf ends the
     run, and its curve says so. Raises AsyncPipeError if settings and plan do not fit.
     """
-    alone = replace(settings, ranks=1, replicas=1) if settings.is_async else settings
+    alone = replace(settings, tensor_parallel=1)
+    if settings.is_async:
+        alone = replace(alone, ranks=1, replicas=1)
     with drawing_from(settings.seed, "run"), readers_end():
         return _Trial(make_job(alone, folder, code)).train()
 

@@ -130,8 +130,8 @@ def _train(own: OwnRank, options: str, reporter: str) -> None:
         world = join(replace(info, launcher=""), job.config, job.plan, job.code)
     else:
         world = stay_alone(job.config, job.plan, job.code)
-    if world.replicas > 1:
-        own.stages = f" (rank {world.pipeline_rank} of replica {world.replica})"
+    if world.replicas * world.tensor_ranks > 1:
+        own.stages = f" (rank {world.pipeline_rank}{world.grid.whose(info.rank)})"
     elif world.ranks_of_stage:
         (stage,) = (j for j, ranks in enumerate(world.ranks_of_stage) if info.rank in ranks)
         own.stages = f" (stage {stage}{world.grid.whose(info.rank)})"

@@ -10,7 +10,7 @@ waiting    for a tensor, or for all ranks
 sending    handing tensors to the transport
 data       making micro-batches: the data loader
 overhead   everything else: the executor between two actions
-exchange   summing gradients over replicas and split layers over tensor ranks, and waiting for these
+exchange   summing gradients over replicas and products over tensor ranks, and waiting for these
 writing    checkpoints and records, also between the steps
 
 The causes of waiting are found by simulating the same schedule (`simulate.py`) with other costs and

@@ -48,6 +48,7 @@ class StartRecord:
     stages_of_rank: the stages of each rank of a pipeline.
     environment: hardware and software, as `describe_environment` returns it.
     methods: the staleness methods of an asynchronous run.
+    tensor_ranks: the ranks that share out the layers of each stage.
     """
 
     facts: tuple[tuple[str, str], ...]
@@ -57,6 +58,7 @@ class StartRecord:
     stages_of_rank: tuple[tuple[int, ...], ...]
     environment: Mapping[str, Any]
     methods: tuple[str, ...] = ()
+    tensor_ranks: int = 1
 
     def to_json(self) -> str:
         """Its line of metrics.jsonl."""

@@ -212,16 +212,17 @@ def stage_times(run: RunRecords) -> list[StageTimes]:
 
 
 def rank_memory(run: RunRecords) -> list[RankMemory]:
-    """The memory of every rank after the last recorded step; replicas have the first one's
-    prediction."""
+    """The memory of every rank after the last recorded step; replicas and tensor ranks have the
+    first one's prediction."""
     last: Record = run.steps[-1] if run.steps else {}
     planned = numbers(part(run.start, "predicted"), "peak_bytes")
     peaks, bases = numbers(last, "mem_bytes_by_rank"), numbers(last, "base_bytes_by_rank")
+    every = run.start.get("tensor_ranks", 1)
     return [
         RankMemory(
             rank,
             Compared(
-                planned[rank % len(planned)] if planned else math.nan,
+                planned[rank // every % len(planned)] if planned else math.nan,
                 peak - bases[rank] if rank < len(bases) else math.nan,
             ),
             peak,

@@ -10,7 +10,16 @@ from ..monitoring.run_files import RunRecords
 from .measures import is_without_network, rank_idle, step_times
 
 _DECIDES = (
-    *("folder", "schedule", "ranks", "replicas", "staleness", "micro_batches", "micro_batch_size"),
+    *(
+        "folder",
+        "schedule",
+        "ranks",
+        "replicas",
+        "tensor_parallel",
+        "staleness",
+        "micro_batches",
+        "micro_batch_size",
+    ),
     *("global_batch_size", "seq", "device", "dtype", "precision", "boundary_dtype", "threads"),
     *("recompute", "compile", "optimizer"),
 )

@@ -92,7 +92,7 @@ _REASONS = {
     "overhead": "overhead of the runtime",
     "waiting": "waiting for other ranks",
     "sending": "sending",
-    "exchange": "summing gradients over replicas",
+    "exchange": "summing over replicas and tensor ranks",
     "writing": "writing checkpoints and records",
 }
 

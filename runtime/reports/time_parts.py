@@ -22,15 +22,15 @@ from .measures import (
 
 def parts_of(run: RunRecords) -> dict[str, float]:
     """The shares of the ranks' time in forwards, backwards and the optimizer, in a cache if there
-    is one, in exchanges between replicas, in waiting (bubble, imbalance, communication), for data,
-    and in the rest."""
+    is one, in exchanges between replicas and tensor ranks, in waiting (bubble, imbalance,
+    communication), for data, and in the rest."""
     if run.config.get("elastic"):
         return _parts_over_phases(run)
     step, times, idle = step_times(run).measured, stage_times(run), rank_idle(run)
     micro_batches, replicas = number(run.start, "micro_batches"), number(run.start, "replicas")
     if not (step > 0 and times and idle):
         return {}
-    of_rank = replicas / (step * len(idle))
+    of_rank = replicas * run.start.get("tensor_ranks", 1) / (step * len(idle))
     parts = {
         "forward": micro_batches * of_rank * sum(each.forward.measured for each in times),
         "backward": micro_batches * of_rank * sum(each.backward.measured for each in times),

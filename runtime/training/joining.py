@@ -164,12 +164,18 @@ def _for_existing_ranks(settings: Settings, info: RankInfo | None) -> Settings:
     """The settings for the ranks that there are; a process that is alone runs all stages."""
     if info is not None and info.ranks > 1:
         return as_started(settings, info.ranks)
-    asked = (settings.ranks, settings.replicas, settings.tensor_parallel)
-    if any(number not in (None, 1) for number in asked):
-        ranks, replicas, tensor_ranks = (number or 1 for number in asked)
+    asked = [
+        f"{number} {what}"
+        for number, what in (
+            (settings.ranks, "ranks"),
+            (settings.replicas, "replicas"),
+            (settings.tensor_parallel, "tensor ranks"),
+        )
+        if number not in (None, 1)
+    ]
+    if asked:
         raise SettingsError(
-            f"{ranks} ranks, {replicas} replicas and {tensor_ranks} tensor ranks were asked for, "
-            "but this process is alone.",
+            f"{' and '.join(asked)} were asked for, but this process is alone.",
             "Start the script with torchrun --nproc-per-node N, or with asyncpipe.launch.",
         )
     if settings.is_async:

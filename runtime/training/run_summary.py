@@ -32,13 +32,8 @@ from ..config.settings import RunConfig
 from ..control.learning_rate import WSD_SHARE
 from ..data.task import TARGET
 from ..distributed.cpu_affinity import Machine
-from ..distributed.grid import grid_of
-from ..distributed.placement import (
-    describe_placement,
-    describe_ranks,
-    placement_warning,
-    replicas_warning,
-)
+from ..distributed.grid import Grid, grid_of
+from ..distributed.placement import describe_placement, describe_ranks, placement_warnings
 from ..executor.precision import BoundaryDtypes
 from ..executor.run import needed_inputs
 from ..formatting import counted, write_ms, write_share
@@ -188,7 +183,7 @@ def announce(
         ("data", data),
         ("optimizer", describe_optimizer(config, schedule.delays)),
     ]
-    if placed := describe_placement(plan, schedule, machine):
+    if placed := describe_placement(plan, schedule, machine, grid.tensor_ranks):
         facts.insert(2, ("placement", placed))
     if config.ema is not None:
         facts.append(("average", describe_average(config, plan)))
@@ -212,13 +207,14 @@ def announce(
             stages,
             describe_environment(),
             parse(config.methods) if config.is_async else (),
+            config.tensor_ranks,
         )
     )
-    for warning in _warnings(job, schedule, machine):
+    for warning in _warnings(job, schedule, machine, grid):
         reporter.on_warning(warning)
 
 
-def _warnings(job: Job, schedule: Schedule, machine: Machine) -> Iterator[str]:
+def _warnings(job: Job, schedule: Schedule, machine: Machine, grid: Grid) -> Iterator[str]:
     """Warnings of legal but probably unintended options."""
     config, plan = job.config, job.plan
     few = few_micro_batches_warning(
@@ -232,11 +228,7 @@ def _warnings(job: Job, schedule: Schedule, machine: Machine) -> Iterator[str]:
         yield other
     if bytes_alone := tokenizer_warning(config, plan, job.task):
         yield bytes_alone
-    copies = replicas_warning(plan, config.pipelines)
-    if copies and not schedule.replicas:
-        yield copies
-    if misplaced := placement_warning(plan, machine):
-        yield misplaced
+    yield from placement_warnings(plan, machine, grid)
 
 
 def predict(plan: Plan, schedule: Schedule, forecast: Forecast | None) -> PredictedStep:
