@@ -86,9 +86,9 @@ _SIZES = (
 )
 _RECOMPUTE = "Use --recompute all to recompute the activations of every stage."
 
-_NO_SHARDING = (
-    "asyncpipe does not shard tensors, parameters or optimizer states; it has pipeline stages and "
-    "--replicas."
+_OTHER_SHARDING = (
+    "asyncpipe shards layers with --tensor-parallel, optimizer states and gradients of --replicas "
+    "with --zero 1 or 2, and the model by its stages."
 )
 
 TRAIN = KnownNames(
@@ -120,6 +120,9 @@ TRAIN = KnownNames(
             "--device cpu": "cpu use-cpu no-cuda",
             "--device cuda": "cuda use-cuda",
             "--replicas": "dp data-parallel-size num-replicas dp-size",
+            "--tensor-parallel": "tp tp-size tensor-parallel-size tensor-model-parallel-size "
+            "tensor-parallel-degree",
+            "--zero": "zero-stage",
             "--schedule": "pipeline-schedule pp-schedule pipeline-parallel-schedule",
             "--transport": "backend",
             "--seed": "random-seed manual-seed",
@@ -170,10 +173,7 @@ TRAIN = KnownNames(
         "min-lr": "Use --final-lr-ratio: the final learning rate as a share of --lr.",
         "model": "Name the generated folder: asyncpipe-train generated_models/gpt2_4p. "
         "asyncpipe-partition --model makes it.",
-        **dict.fromkeys(
-            ("fsdp", "zero", "zero-stage", "deepspeed", "tp", "cp", "ep"), _NO_SHARDING
-        ),
-        **dict.fromkeys(("tensor-parallel-size", "tensor-model-parallel-size"), _NO_SHARDING),
+        **dict.fromkeys(("fsdp", "deepspeed", "cp", "ep"), _OTHER_SHARDING),
         "predict": "Use the command asyncpipe-train predict RUN.",
         "export": "Use the command asyncpipe-train export RUN DIR, or --export-hf DIR.",
         "report": "Use the command asyncpipe-train report RUN.",
