@@ -88,7 +88,7 @@ def measured_timeline(ranks: Sequence[RankTrace], steps: Iterable[int]) -> Timel
     waits within an optimizer step are cut out."""
     wanted = set(steps)
     events = []
-    for rank in ranks:
+    for place, rank in enumerate(ranks):
         spans = [span for span in rank.spans if span.step in wanted]
         waits = [span for span in spans if span.activity.kind in _WITHIN]
         for span in spans:
@@ -96,7 +96,7 @@ def measured_timeline(ranks: Sequence[RankTrace], steps: Iterable[int]) -> Timel
                 continue
             if span.activity.kind in COMPUTING and isinstance(span.activity.subject, Action):
                 for start_s, end_s in _without(span, waits):
-                    event = Event(rank.rank, span.activity.subject, 1e3 * start_s, 1e3 * end_s)
+                    event = Event(place, span.activity.subject, 1e3 * start_s, 1e3 * end_s)
                     events.append(event)
     return Timeline("measured", len(ranks), tuple(events))
 
@@ -340,7 +340,7 @@ class Tracing:
         """Merges the ranks' spans. Collective.
 
         Returns, on rank 0, the file `trace.json` if requested, and the timeline of a recorded step
-        (of the first replica); None on the other ranks.
+        (of the first replica and tensor ranks); None on the other ranks.
         """
         self._stop()
         own = json.dumps(to_plain(self._taken)).encode()
@@ -360,7 +360,8 @@ class Tracing:
         ]
         if self._shown:
             ranks = [rank.between(self._began_s, self._shown_until_s) for rank in ranks]
-        timeline = self._one_step(ranks[: len(schedule.ranks)], schedule)
+        first = ranks[:: world.tensor_ranks][: len(schedule.ranks)]
+        timeline = self._one_step(first, schedule)
         if not self._is_kept:
             return None, timeline
         file = folder / "trace.json"

@@ -393,7 +393,8 @@ def report_end(
         exported = f", {config.export_hf}" if config.export_hf else ""
         reporter.on_note("weights", f"{folder / 'weights'}{exported} · no steps left to train")
         return
-    # Stages take the same time in all replicas; the first replica's ranks come first.
+    # Stages take the same time in all replicas and on all tensor ranks; the first replica's ranks
+    # come first.
     optimizer_ms = watch.optimizer_ms
     by_stage = [
         optimizer_ms[rank] / schedule.rank_of_stage.count(rank) for rank in schedule.rank_of_stage
@@ -405,7 +406,7 @@ def report_end(
     first, last = watch.records[0], watch.records[-1]
     whole, by_rank = split_of_run(plan, config, schedule, watch.times)
     if traced and traced[1].events:
-        in_pipeline = watch.times[: len(schedule.ranks)]
+        in_pipeline = watch.times[:: config.tensor_ranks][: len(schedule.ranks)]
         costs, simulated = simulated_step(plan, config, schedule, forecast, in_pipeline)
         reporter.on_timelines(costs, simulated, traced[1])
     reporter.on_end(

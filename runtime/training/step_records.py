@@ -91,8 +91,9 @@ class Watch:
 
     @property
     def steady(self) -> Sequence[Sequence[RankFigures]]:
-        """The metrics of every rank for the last steps, without the first one of the run."""
-        return tuple(self._steady)
+        """The metrics of the first tensor rank of every rank for the last steps, without the first
+        one of the run."""
+        return tuple(ranks[:: self._config.tensor_ranks] for ranks in self._steady)
 
     @property
     def elapsed_s(self) -> float:
@@ -130,8 +131,9 @@ class Watch:
 
     @property
     def optimizer_ms(self) -> tuple[float, ...]:
-        """The milliseconds of each rank's optimizers: the median over steps."""
-        by_rank = zip(*self._steady, strict=True)
+        """The milliseconds of the optimizers of the first tensor rank of each rank: the median over
+        steps."""
+        by_rank = zip(*self.steady, strict=True)
         return tuple(1000 * median(step.optimizer_s for step in steps) for steps in by_rank)
 
     def _take(self, figures: list[RankFigures]) -> None:

@@ -457,6 +457,9 @@ def test_a_wrong_number_of_ranks_is_refused(text: Plan) -> None:
     assert "--stages 6" in message(error)
     check_ranks(text, pipelined, 6, replicas=3)
     check_ranks(text, single, 3, replicas=3)
+    check_ranks(text, pipelined, 8, replicas=2, tensor_ranks=2)
+    with pytest.raises(AsyncPipeError, match="2 stages × 2 tensor ranks = 4 ranks, 2 ranks were"):
+        check_ranks(text, pipelined, 2, tensor_ranks=2)
     with pytest.raises(AsyncPipeError) as error:
         check_ranks(text, pipelined, 7, replicas=2)
     assert message(error) == (
@@ -503,6 +506,7 @@ def test_stages_that_the_plan_has_on_one_rank_share_its_gpu(mlp: Plan) -> None:
     assert gpu_of_rank(mlp, range(2)) == (0, 1)
     assert gpu_of_rank(mlp, range(5), 2) == (0, 0, 1, 1, 2)
     assert gpu_of_rank(mixed, range(6)) == (0, 1, 0, 2, 3, 2)  # two replicas
+    assert gpu_of_rank(mixed, range(6), tensor_ranks=2) == (0, 1, 2, 3, 0, 1)
 
 
 def test_a_plan_with_replicas_of_which_one_is_trained_says_so(mlp: Plan) -> None:
