@@ -33,6 +33,7 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -122,14 +123,14 @@ class Rank:
         """The number of this rank without tensor ranks."""
         return self.world.rank // self.world.tensor_ranks
 
-    @torch.no_grad()
-    def written_states(self) -> dict[int, dict[str, Tensor]]:
-        """Copies of the weights and buffers of the stages that this rank writes, as they are
+    @contextmanager
+    def written_states(self) -> Iterator[dict[int, dict[str, Tensor]]]:
+        """Inside, the weights and buffers of the stages that this rank writes, as they are
         evaluated. Collective among tensor ranks."""
         modules = self.modules if self.world.copy == 0 else {}
-        with self.executor.eval_weights():
+        with torch.no_grad(), self.executor.eval_weights():
             states = {stage: whole_state(each, self.world) for stage, each in modules.items()}
-        return states if self.world.is_writer else {}
+            yield states if self.world.is_writer else {}
 
     def key_of(self, stage: int, name: str) -> str | None:
         """The key of a stage's parameter; None where another stage writes it."""
@@ -157,10 +158,10 @@ def weights_of(rank: Rank, unused: Tensors) -> dict[int, dict[str, Tensor]]:
     """Copies of the weights and buffers that each stage of this rank writes, under original names.
     `unused` are those that no stage reads. Collective among tensor ranks."""
     weights = {}
-    for stage, own in rank.written_states().items():
-        state = {**{name: _copied(tensor) for name, tensor in unused.items()}, **own}
-        names = own_names(rank.plan, stage)
-        weights[stage] = {name: state[name] for name in names if name in state}
+    with rank.written_states() as states:
+        for stage, own in states.items():
+            state, names = {**unused, **own}, own_names(rank.plan, stage)
+            weights[stage] = {name: _copied(state[name]) for name in names if name in state}
     return weights
 
 

@@ -46,11 +46,12 @@ def tensor_ranks(
 
 
 def whole(part: Tensor, split: Split | None, world: World) -> Tensor | None:
-    """A copy of the tensor of which each tensor rank has a part, in host memory, on the first of
-    them; None on the others. Collective among them, unless each has the whole (`split` is None)."""
-    own = part.detach().to("cpu", copy=True).contiguous()
+    """The tensor of which each tensor rank has a part, on the first of them: in host memory, or the
+    one that it has if that is whole (`split` is None); None on the others. Collective among them
+    for a part."""
     if world.tensor_group is None or split is None:
-        return own if world.tensor_rank == 0 else None
+        return part.detach() if world.tensor_rank == 0 else None
+    own = part.detach().cpu().contiguous()
     ranks = world.grid.tensor_group_of(world.rank)
     is_first = world.rank == ranks[0]
     parts = [torch.empty_like(own) for _ in ranks] if is_first else []
@@ -65,8 +66,8 @@ def whole(part: Tensor, split: Split | None, world: World) -> Tensor | None:
 
 
 def whole_state(module: nn.Module, world: World) -> dict[str, Tensor]:
-    """Copies of a stage's state_dict with whole tensors, on the first of its tensor ranks; empty on
-    the others. Collective among them."""
+    """A stage's state_dict with whole tensors, on the first of its tensor ranks; empty on the
+    others. Collective among them."""
     tensors = {
         name: whole(tensor, split_of(tensor), world)
         for name, tensor in module.state_dict(keep_vars=True).items()

@@ -283,15 +283,16 @@ class Run:
             )
 
     def _save_weights(self) -> None:
-        save_weights(
-            self._plan,
-            self._config,
-            self._setup.job.folder,
-            self._trainer.stages.as_rank().written_states(),
-            self._unused,
-            self._world,
-            self._activities,
-        )
+        with self._trainer.stages.as_rank().written_states() as states:
+            save_weights(
+                self._plan,
+                self._config,
+                self._setup.job.folder,
+                states,
+                self._unused,
+                self._world,
+                self._activities,
+            )
 
     def _compare_shared(self) -> str | None:
         """The message about tied parameters that differ between stages; warns once."""

@@ -22,7 +22,6 @@ from ..checkpoint.folders import LOOP_FACTS, STATE, WEIGHTS, CheckpointError, un
 from ..checkpoint.storage import read_tensors, write_tensors, write_weights
 from ..distributed.process_groups import World, gather_alike
 from ..executor.loading import fill_stage
-from ..plan.plan import Plan
 from ..serialization import Origin, parse_json, read_text
 from ..tensor_files import dtype_of
 
@@ -30,10 +29,16 @@ _LONGEST = 128
 """The bytes of the name of an optimizer."""
 
 
-def full_state(plan: Plan, own: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """The tensors of all ranks on rank 0, in the order of the original's state_dict; tied ones
-    under every name. Collective."""
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in own.items()}
+def full_state(rank: Rank, unused: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the weights and buffers of all ranks on rank 0, in the order of the original's
+    state_dict; tied ones under every name. `unused` are those that no stage reads. Collective."""
+    plan, world = rank.plan, rank.world
+    with rank.written_states() as states:
+        tensors = {
+            name: tensor.to("cpu", copy=True).contiguous()
+            for own in (unused, *states.values())
+            for name, tensor in own.items()
+        }
     if world.control is not None:
         tensors = _gathered(tensors, world)
     if world.rank != 0:
@@ -85,7 +90,8 @@ def save_own(
         (target / STATE).mkdir(parents=True)
         (target / LOOP_FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     world.meet()
-    write_weights(target / WEIGHTS, rank.plan, rank.written_states(), unused, world)
+    with rank.written_states() as states:
+        write_weights(target / WEIGHTS, rank.plan, states, unused, world)
     write_tensors(target / STATE, state_of(rank), lambda name: f"rank-{world.rank:05}.safetensors")
     world.meet()
     if world.rank == 0:

@@ -12,7 +12,7 @@ segments of steps whose samples it reads itself.
 from __future__ import annotations
 
 import math
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, count, islice
@@ -350,8 +350,9 @@ class Pipeline(TrainedStages):
             return clip_all(self.plan, self.modules, self._world, limit)
 
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
-        """The weights and buffers of this rank's stages under the original model's names; with
-        `full` those of the whole model, on rank 0 (empty on the others).
+        """The weights and buffers of this rank's stages under the original model's names, or a
+        tensor rank's parts of them; with `full` those of the whole model, on rank 0 (empty on the
+        others).
 
         Without `full` not collective. The weights are those to evaluate and to save.
         """
@@ -364,8 +365,7 @@ class Pipeline(TrainedStages):
         if not full:
             return own
         with self._calls.during("state_dict(full=True)", breaks=False):
-            states = (self._unused, *self.as_rank().written_states().values())
-            return full_state(self.plan, dict(ChainMap(*map(dict, states))), self._world)
+            return full_state(self.as_rank(), self._unused)
 
     def save(
         self, folder: str | Path, *, optimizer: Optimizer | None = None, extra: Any = None

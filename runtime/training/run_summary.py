@@ -393,8 +393,7 @@ def report_end(
         exported = f", {config.export_hf}" if config.export_hf else ""
         reporter.on_note("weights", f"{folder / 'weights'}{exported} · no steps left to train")
         return
-    # Stages take the same time in all replicas and on all tensor ranks; the first replica's ranks
-    # come first.
+    # Stages take the same time in all replicas and tensor ranks; those of the first come first.
     optimizer_ms = watch.optimizer_ms
     by_stage = [
         optimizer_ms[rank] / schedule.rank_of_stage.count(rank) for rank in schedule.rank_of_stage

@@ -82,7 +82,7 @@ def test_weights_that_come_apart_are_not_silent(
     def wrong(
         self: OptimizerStepper, stage: int, version: int, factor: float, *shared: Any
     ) -> None:
-        for parameter in self._share[stage].shared:
+        for parameter in self.shares[stage].shared:
             if parameter.grad is not None and (stage, version) == (1, 4):
                 parameter.grad.mul_(1.001)
         step(self, stage, version, factor, *shared)
