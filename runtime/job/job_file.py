@@ -288,12 +288,16 @@ def _check(job: JobDescription) -> None:
                 f"{job.file}: [container] env gives a value to {name}, which looks like a secret.",
                 f'env = ["{name}"] passes the variable by its name.',
             )
-    if own.replicas is not None and train.get("replicas", own.replicas) != own.replicas:
-        raise JobError(
-            f"{job.file}: [train] replicas is {train['replicas']}, but [distribution] replicas is "
-            f"{own.replicas}.",
-            "Leave one out.",
-        )
+    for key, number, name in (
+        ("replicas", own.replicas, "replicas"),
+        ("tensor", own.tensor, "tensor_parallel"),
+    ):
+        if number is not None and train.get(name, number) != number:
+            raise JobError(
+                f"{job.file}: [train] {name} is {train[name]}, but [distribution] {key} is "
+                f"{number}.",
+                "Leave one out.",
+            )
     if job.instances.type is None and job.instances.count != 1:
         raise JobError(f"{job.file}: [resources.instances] has a count but no type.", "type = ..")
     if job.instances.type is not None and job.resources.hosts not in (1, job.instances.count):

@@ -127,13 +127,12 @@ def _pytorch_job(folder: JobFolder, trust: bool) -> dict[str, Any]:
 
 
 def _ranks_of_host(job: JobDescription) -> int:
-    own = job.distribution
-    if own.pipeline is None:
+    ranks = job.distribution.processes
+    if ranks is None:
         raise JobError(
             f"{job.file}: the processes of {job.hosts} hosts are not known.",
             "[distribution] pipeline = 4, and replicas if there are several pipelines.",
         )
-    ranks = own.pipeline * (own.replicas or 1)
     if ranks % job.hosts:
         raise JobError(
             f"{job.file}: {ranks} processes cannot be divided evenly among {job.hosts} hosts.",

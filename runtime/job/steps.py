@@ -100,13 +100,14 @@ def partition_words(folder: JobFolder) -> list[str]:
     """The command that makes the plan."""
     job = folder.job
     plan = dict(job.plan)
-    pipeline = job.distribution.pipeline
-    if pipeline is not None:
-        name = "ranks" if "stages" in plan else "stages"
-        if str(plan.setdefault(name, pipeline)) != str(pipeline):
+    own = job.distribution
+    for key, number, name in (
+        ("pipeline", own.pipeline, "ranks" if "stages" in plan else "stages"),
+        ("tensor", own.tensor, "tensor_parallel"),
+    ):
+        if number is not None and str(plan.setdefault(name, number)) != str(number):
             raise JobError(
-                f"{job.file}: [plan] {name} is {plan[name]}, but [distribution] pipeline is "
-                f"{pipeline}.",
+                f"{job.file}: [plan] {name} is {plan[name]}, but [distribution] {key} is {number}.",
                 "Leave one out.",
             )
     if folder.devices_text is not None:
@@ -130,8 +131,10 @@ def train_settings(folder: JobFolder, *, trust: bool = False) -> Settings:
     """The options of the run. Raises SettingsError for those that do not fit each other."""
     job = folder.job
     options: dict[str, Any] = dict(job.train)
-    if job.distribution.replicas is not None:
-        options["replicas"] = job.distribution.replicas
+    own = job.distribution
+    for name, number in (("replicas", own.replicas), ("tensor_parallel", own.tensor)):
+        if number is not None:
+            options[name] = number
     if job.data.uri is not None and not names_object(options.get("data") or ""):
         if "data" in options:
             raise JobError(
@@ -158,7 +161,7 @@ def train_words(folder: JobFolder, *, trust: bool = False) -> list[str]:
     if (folder.plan / "plan.json").is_file():
         ranks = str(ranks_of(settings))
     else:  # to be shown
-        ranks = str(own.pipeline * (own.replicas or 1)) if own.pipeline else "RANKS"
+        ranks = str(own.processes or "RANKS")
     return {
         "torchrun": ["torchrun", "--standalone", "--nproc-per-node", ranks, "--no-python"],
         "mpi": ["mpirun", "-n", ranks],

@@ -130,11 +130,23 @@ class JobDistribution:
         "Processes that share the stages: --stages, or --ranks if [plan] has stages.",
     )
     replicas: int | None = _key(None, Whole(1, 2**16, 2), "Copies of the pipeline: --replicas.")
+    tensor: int | None = _key(
+        None,
+        Whole(1, 2**12, 2),
+        "Processes that share out the layers of each stage: --tensor-parallel.",
+    )
     launcher: str | None = _key(
         None,
         Choice(("torchrun", "mpi", "srun")),
         "Program that starts the processes. [default: asyncpipe-train]",
     )
+
+    @property
+    def processes(self) -> int | None:
+        """The number of processes, as far as it is known."""
+        if self.pipeline is None:
+            return None
+        return self.pipeline * (self.replicas or 1) * (self.tensor or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +243,7 @@ KEYS = KnownNames(
     same={"url": "uri", "path": "uri"},
     answers={name.replace("_", "-"): answer for name, answer in ESTIMATOR.items()}
     | {"elastic": "Use [train] restarts."}
-    | {"tensor": "asyncpipe does not shard tensors: use [distribution] pipeline and replicas."},
+    | {"sequence": "Use [distribution] tensor, pipeline and replicas."},
 )
 """Names of other tools for tables and keys of a job file."""
 

@@ -54,7 +54,7 @@ def test_numbers_may_be_texts_and_the_command_line_wins(file: Path) -> None:
         ("plan.output=x", "output is not an option of a job's plan"),
         ("model.model=3", "[model] names no model"),
         ("lr=1", "lr=1 is not TABLE.KEY=VALUE"),
-        ("distribution.tensor=2", "asyncpipe does not shard tensors"),
+        ("distribution.sequence=2", "[distribution] tensor, pipeline and replicas"),
         ("hyperparameters.lr=1", "Use [train], where numbers may be texts."),
         ("container.image=a b", 'image = "a b" is not the name of an image'),
         ('container.dependencies=["x --index-url y"]', "is not a requirement of pip"),
@@ -130,6 +130,9 @@ launcher = "torchrun"
     ]
     more = JobFolder(Path("x"), read_job(file, ["plan.stages=4"]))
     assert "--stages 4 --ranks 2" in " ".join(partition_words(more))
+    split = JobFolder(Path("x"), read_job(file, ["distribution.tensor=2"]))
+    assert "--stages 2 --tensor-parallel 2" in " ".join(partition_words(split))
+    assert "--nproc-per-node 8" in " ".join(train_words(split))
     with pytest.raises(JobError, match="ranks is 3, but .* pipeline is 2"):
         partition_words(JobFolder(Path("x"), read_job(file, ["plan.stages=4", "plan.ranks=3"])))
 
