@@ -59,6 +59,18 @@ def _check_options(settings: Settings, plan: Plan, ranks: int) -> None:
             )
 
 
+def tensor_ranks_warning(config: RunConfig) -> str:
+    """A warning of an optimizer of the user's own, which has parts of split weights; "" for
+    others."""
+    if config.tensor_ranks == 1 or config.optimizer in OPTIMIZERS:
+        return ""
+    return (
+        f"--optimizer {config.optimizer} has each rank's parts of split weights: with "
+        f"--tensor-parallel {config.tensor_ranks} it equals the plain model's if it steps each "
+        "number by itself, as AdamW does, and takes no norm or product of a whole matrix."
+    )
+
+
 def check_tensor_ranks(config: RunConfig) -> None:
     """Raises SettingsError for an optimizer or a staleness method that needs more of a split weight
     than a rank has."""

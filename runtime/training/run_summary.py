@@ -29,6 +29,7 @@ from ..config.mixed_precision import (
 from ..config.resolve import batch_identity, costs_at_sizes
 from ..config.segments import make_segment, waiting_stages
 from ..config.settings import RunConfig
+from ..config.tensor_options import tensor_ranks_warning
 from ..control.learning_rate import WSD_SHARE
 from ..data.task import TARGET
 from ..distributed.cpu_affinity import Machine
@@ -229,6 +230,8 @@ def _warnings(job: Job, schedule: Schedule, machine: Machine, grid: Grid) -> Ite
     if bytes_alone := tokenizer_warning(config, plan, job.task):
         yield bytes_alone
     yield from placement_warnings(plan, machine, grid)
+    if of_parts := tensor_ranks_warning(config):
+        yield of_parts
 
 
 def predict(plan: Plan, schedule: Schedule, forecast: Forecast | None) -> PredictedStep:
@@ -256,16 +259,16 @@ def together(stages: Sequence[StageMemory]) -> int:
 
 
 def describe_data(data: Data, plan: Plan, schedule: Schedule, config: RunConfig) -> str:
-    """The data, and the ranks that read inputs and labels."""
+    """The data, and the ranks that read inputs and labels, of tensor ranks the first."""
     labels = "labels" if plan.loss is not None else "targets"
     inputs, answers = [], []
     for rank in range(len(schedule.ranks)):
         own = schedule.stages_of(rank)
         read = set(needed_inputs(plan, own, criterion=config.criterion is not None))
         if read - {"labels", TARGET}:
-            inputs.append(str(rank))
+            inputs.append(str(rank * config.tensor_ranks))
         if read & {"labels", TARGET}:
-            answers.append(str(rank))
+            answers.append(str(rank * config.tensor_ranks))
     if len(schedule.ranks) == 1 or not answers:
         return data.description
     return f"{data.description} · {_readers(inputs)} inputs, {_readers(answers)} {labels}"

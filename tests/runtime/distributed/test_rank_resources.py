@@ -25,6 +25,7 @@ from asyncpipe.runtime.distributed.placement import (
     describe_placement,
     describe_ranks,
     placement_warning,
+    tensor_ranks_warning,
 )
 from asyncpipe.runtime.plan.plan import Plan
 from asyncpipe.runtime.plan.setting import RankSpec
@@ -209,6 +210,21 @@ def test_the_ranks_are_described_with_their_cores() -> None:
     )
 
 
+def test_tensor_ranks_are_described_and_warned_of_where_they_are_on_several_hosts() -> None:
+    shm, one = TransportChoice("shm", "one host"), Machine(2, 1, host_of_rank=("a",) * 8)
+    assert describe_ranks(Grid(2, 2, 2), shm, one).startswith(
+        "8 processes, 2 replicas of 2 × 2 tensor ranks · shm"
+    )
+    assert describe_ranks(Grid(1, tensor_ranks=8), shm, one).startswith(
+        "8 processes, all stages in each, split over 8 tensor ranks · shm"
+    )
+    hosts = Machine(host_of_rank=("a", "a", "b", "b"))
+    assert tensor_ranks_warning(Grid(2, tensor_ranks=2), hosts) == ""
+    assert "ranks 0 and 3, which share out one stage, are on a and b" in tensor_ranks_warning(
+        Grid(1, tensor_ranks=4), hosts
+    )
+
+
 def test_what_crosses_hosts_is_counted(mlp4: Plan) -> None:
     schedule = make_schedule("1f1b", stages=4, micro_batches=4)
     blocks, cyclic = ("a", "a", "b", "b"), ("a", "b", "a", "b")
@@ -219,6 +235,8 @@ def test_what_crosses_hosts_is_counted(mlp4: Plan) -> None:
     assert describe_placement(mlp4, schedule, Machine(host_of_rank=cyclic)) == (
         "ranks 0 on a, 1 on b, 2 on a, 3 on b · 3 of 3 boundaries cross hosts"
     )
+    split = Machine(host_of_rank=("a",) * 4 + ("b",) * 4)
+    assert "1 of 3 boundaries" in describe_placement(mlp4, schedule, split, tensor_ranks=2)
 
 
 def test_hosts_in_another_order_than_planned_are_warned_of(mlp4: Plan) -> None:
