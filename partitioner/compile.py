@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ from ..runtime.plan.trust import remember
 from ..runtime.plan.validate import contradiction
 from ..runtime.user_code import portable
 from .assemble_plan import PlanFacts, assemble
-from .capture import Capture
+from .capture import Capture, read_arguments
 from .capture import capture as capture_model
 from .capture.graph import refused_sizes
 from .capture.model_state import unchanged
@@ -35,7 +35,15 @@ from .graph.constraints import Demands, find_demands, groups_to_cut_before
 from .graph.costs import LOCALHOST
 from .graph.rematerialize import Prices, Recomputation
 from .models.load import ModelSource, given_source, load_model
-from .output import check_target, command_of, snapshot, write_folder, write_weights_of
+from .output import (
+    OnPhase,
+    PhaseTimer,
+    check_target,
+    command_of,
+    snapshot,
+    write_folder,
+    write_weights_of,
+)
 from .planning.cluster import Cluster, make_setting
 from .planning.compare_methods import ALL
 from .planning.explain import explain as explain_plan
@@ -61,13 +69,9 @@ from .profiling import (
 )
 from .report import render_report
 from .split.split import crossing_if_sent, homes_of
+from .tensor_parallel import split_over_ranks
 from .verify import verify
-
-
-class OnPhase(Protocol):
-    """Called at the end of each phase with its name, a summary, its seconds and the next phase."""
-
-    def __call__(self, name: str, detail: str, seconds: float, following: str, /) -> None: ...
+from .verify_parts import verify_parts
 
 
 @shows_options("model")
@@ -254,6 +258,9 @@ def capture_phase(job: Compilation) -> Captured:
     """Captures the model and finds the nodes that `cut_at` and `keep_together` name."""
     options = job.options
     capture = capture_source(job.source, options)
+    if options.tensor_parallel > 1:
+        given = read_arguments(job.source.model, job.source.example_inputs)
+        capture = split_over_ranks(capture, given.tensors, options.tensor_parallel)
     digest = capture.sha256
     if options.stages or options.output:
         job.target(options.stages or job.ranks, digest)
@@ -376,7 +383,8 @@ class Generated:
 def generate_phase(job: Compilation, planned: Planned) -> Generated:
     """The texts of the folder, and the plan completed with their hashes."""
     constants = extra_tensors(planned.cut.captured, planned.cut.stages)
-    plan = replace(planned.plan, constants=tuple(constants))
+    ranks = job.options.tensor_parallel
+    plan = replace(planned.plan, constants=tuple(constants), tensor_parallel=ranks)
     header = header_of(plan, planned.graph_hash)
     files = generate(planned.cut.captured, planned.cut.stages, header, code=job.options.code)
     plan = replace(
@@ -411,7 +419,13 @@ def write_phase(job: Compilation, planned: Planned, generated: Generated) -> Non
                 changing=captured.changed,
                 refused=partial(refused_sizes, captured.graph),
             )
-        job.end_phase("verify", verified.summary, "write")
+            size = job.options.tensor_parallel
+            if size > 1:
+                verify_parts(
+                    source.model, plan, aside, source.example_inputs, size, constants=constants
+                )
+        on_ranks = f"; on {size} tensor ranks too" if size > 1 else ""
+        job.end_phase("verify", verified.summary + on_ranks, "write")
 
     write_weights = None
     if job.options.save_weights and not job.is_on_meta:
@@ -423,20 +437,6 @@ def write_phase(job: Compilation, planned: Planned, generated: Generated) -> Non
 
 
 # --- reports --------------------------------------------------------------------------------
-
-
-class PhaseTimer:
-    """Reports each finished phase with the seconds since the one before."""
-
-    def __init__(self, on_phase: OnPhase | None) -> None:
-        self._on_phase = on_phase
-        self._last = time.perf_counter()
-
-    def __call__(self, name: str, detail: str, following: str) -> None:
-        now = time.perf_counter()
-        if self._on_phase:
-            self._on_phase(name, detail, now - self._last, following)
-        self._last = now
 
 
 def describe_capture(captured: Capture) -> str:

@@ -16,8 +16,9 @@ from typing import Any, Unpack
 from torch import Tensor, fx, nn
 
 from .capture import Capture, ModuleCall
-from .compile import OnPhase, PhaseTimer, capture_source, describe_capture, load
+from .compile import capture_source, describe_capture, load
 from .models.load import ModelSource, given_source
+from .output import OnPhase, PhaseTimer
 from .planning.keywords import OutlineKeywords
 from .planning.options import PartitionOptions, options_for, shows_options
 from .profile.operation_costs import NodeCost, OnProgress

@@ -11,9 +11,11 @@ import re
 import shlex
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -192,3 +194,23 @@ def write_weights_of(
         write_shard(folder, shard, index, len(shards))
     total = sum(tensor_bytes(shard.values()) for shard in shards)
     write_index(folder, shards, total)
+
+
+class OnPhase(Protocol):
+    """Called at the end of each phase with its name, a summary, its seconds and the next phase."""
+
+    def __call__(self, name: str, detail: str, seconds: float, following: str, /) -> None: ...
+
+
+class PhaseTimer:
+    """Reports each finished phase with the seconds since the one before."""
+
+    def __init__(self, on_phase: OnPhase | None) -> None:
+        self._on_phase = on_phase
+        self._last = time.perf_counter()
+
+    def __call__(self, name: str, detail: str, following: str) -> None:
+        now = time.perf_counter()
+        if self._on_phase:
+            self._on_phase(name, detail, now - self._last, following)
+        self._last = now

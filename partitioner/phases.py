@@ -36,7 +36,6 @@ from ..runtime.plan.forecast import forecast_step
 from ..runtime.plan.plan import Plan
 from .compile import (
     Compilation,
-    PhaseTimer,
     Planned,
     capture_phase,
     generate_phase,
@@ -46,6 +45,7 @@ from .compile import (
 )
 from .graph.constraints import find_demands
 from .graph.costs import LOCALHOST
+from .output import PhaseTimer
 from .planning.options import PartitionOptions
 
 

@@ -34,6 +34,7 @@ LAYERS = (
     "runtime/job",
     "partitioner/models",
     "partitioner/capture",
+    "partitioner/tensor_parallel",
     "partitioner/profile",
     "partitioner/graph",
     "partitioner/solvers",

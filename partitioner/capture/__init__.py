@@ -62,6 +62,7 @@ from .source_lines import verify_names
 from .values import (
     CallRecord,
     IfTraining,
+    Local,
     LocalDevice,
     ModuleCall,
     Recompute,
@@ -71,8 +72,9 @@ from .values import (
 )
 
 __all__ = [
-    "Arguments", "CallRecord", "Capture", "IfTraining", "LocalDevice", "ModuleCall", "Recompute",
-    "Region", "DimensionOption", "Size", "capture", "colocated", "draws_in_order", "in_order",
+    "Arguments", "CallRecord", "Capture", "IfTraining", "Local", "LocalDevice", "ModuleCall",
+    "Recompute", "Region", "DimensionOption", "Size", "capture", "colocated",
+    "draws_in_order", "in_order",
     "read_arguments", "run", "size_text",
     "tensor_spec",
 ]  # fmt: skip

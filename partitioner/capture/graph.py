@@ -29,10 +29,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...runtime.plan.plan import TensorSpec
+from ...runtime.tensor_parallel.functions import local
+from ...runtime.tensor_parallel.ranks import Split
 from .arguments import Arguments, map_leaves
 from .model_state import in_mode
 from .operations import averaging, runnable
-from .values import CallRecord, IfTraining, LocalDevice, ModuleCall, Region, Size, size_text
+from .values import CallRecord, IfTraining, Local, LocalDevice, ModuleCall, Region, Size, size_text
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Capture:
     modes: the captured modes, True for training
     flags: `training` of a module in training and in evaluation mode, by path, if its class
         overrides `train` so that it differs from the model's mode
+    splits: how tensor ranks share out a parameter, by name, or a leaf module, by path
+    shared: the paths of leaf modules whose parameters are whole although their inputs are split
     """
 
     graph: fx.Graph
@@ -65,6 +69,8 @@ class Capture:
     changed: tuple[str, ...] = ()
     modes: tuple[bool, ...] = (True, False)
     flags: Mapping[str, tuple[bool, bool]] = field(default_factory=dict)
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
 
     @property
     def sha256(self) -> str:
@@ -133,7 +139,7 @@ def run(
     chosen = list(capture.graph.nodes) if nodes is None else _in_order(capture.graph, nodes)
     values: MutableMapping[fx.Node, Any] = {} if env is None else env
     last_use = _last_uses(chosen) if env is None else {}
-    reader = _Reader(capture, inputs, values, training)
+    reader = Reader(capture, inputs, values, training)
     result = None
     decided: dict[int, bool] = {}
     with in_mode(capture.model, training), _Regions() as regions:
@@ -161,7 +167,7 @@ def run(
     return result
 
 
-class _Reader:
+class Reader:
     """Turns arguments of nodes into values."""
 
     def __init__(
@@ -197,7 +203,7 @@ class _Reader:
             return self.value(leaf.train if self.training else leaf.eval)
         if isinstance(leaf, LocalDevice):
             return self.device
-        return leaf
+        return local(leaf.number) if isinstance(leaf, Local) else leaf
 
 
 def sizes_of(capture: Capture, inputs: Mapping[str, Any]) -> dict[str, int]:
@@ -224,6 +230,14 @@ def call_node(model: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return runnable(node.target, args)(*args, **kwargs)
+
+
+def run_node(capture: Capture, reader: Reader, node: fx.Node) -> Any:
+    """Computes one call node from the values that the reader has, in the model's present mode."""
+    with _Regions() as regions:
+        regions.enter(_resolved(node.meta["regions"], reader.device))
+        args, kwargs = reader.value((node.args, node.kwargs))
+        return call_node(capture.model, node, args, kwargs)
 
 
 def _is_true(value: Any) -> bool:

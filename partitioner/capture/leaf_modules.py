@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime.errors import CaptureError, PlanError
+from ...runtime.tensor_parallel.ranks import Split
 from ..models.builtin import (
     configuration_arguments,
     configurations_around,
@@ -107,12 +108,16 @@ class Constructor:
     arguments: the arguments
     frozen: no parameter requires a gradient
     frozen_names: the parameters that require no gradient, if only some of them
+    split: how tensor ranks share out its parameters
+    is_shared: its parameters are whole, and its inputs are split
     """
 
     type: type[nn.Module]
     arguments: tuple[LeafArgument, ...]
     frozen: bool = False
     frozen_names: tuple[str, ...] = ()
+    split: Split | None = None
+    is_shared: bool = False
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
 """The values in a captured graph other than tensors, and properties of nodes.
 
 A captured graph is a plain `torch.fx.Graph`. Concepts that fx lacks are objects inside the
-arguments (`Size`, `IfTraining`, `LocalDevice`) or in `node.meta` (`Region`, `Recompute`,
+arguments (`Size`, `IfTraining`, `Local`, `LocalDevice`) or in `node.meta` (`Region`, `Recompute`,
 `ModuleCall`), so that the graph has no nodes for sizes, devices, enter and exit, and any part of it
 can be written as Python.
 
@@ -168,6 +168,16 @@ class IfTraining:
 
     def __repr__(self) -> str:
         return f"({self.train!r} if self.training else {self.eval!r})"
+
+
+@dataclass(frozen=True)
+class Local:
+    """A size in a model whose layers are split over ranks: each rank has its share of it."""
+
+    number: int
+
+    def __repr__(self) -> str:
+        return f"local({self.number})"
 
 
 @dataclass(frozen=True)

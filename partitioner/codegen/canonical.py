@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..capture import Capture, IfTraining, LocalDevice, ModuleCall, Recompute, Size
+from ...runtime.tensor_parallel.ranks import Split
+from ..capture import Capture, IfTraining, Local, LocalDevice, ModuleCall, Recompute, Size
 from ..capture.graph import LocalNames
 from ..capture.leaf_modules import Constructor, construct, is_torch_leaf
 from ..capture.values import is_mutating
@@ -65,6 +66,7 @@ class MemberTensor:
     value: Tensor
     is_parameter: bool
     is_persistent: bool
+    split: Split | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,8 +99,7 @@ class Canonicalizer:
         }
         self._constructors: dict[str, Constructor] = {}
         self._done: dict[Body, Canonical] = {}
-        saved = set(capture.model.state_dict(keep_vars=True))
-        self._persistent = saved
+        self._persistent = set(capture.model.state_dict(keep_vars=True))
 
     @property
     def imported_classes(self) -> frozenset[str]:
@@ -125,7 +126,11 @@ class Canonicalizer:
     def constructor(self, path: str) -> Constructor:
         if path not in self._constructors:
             module = self._capture.model.get_submodule(path)
-            self._constructors[path] = construct(module, path, self._capture.model)
+            self._constructors[path] = replace(
+                construct(module, path, self._capture.model),
+                split=self._capture.splits.get(path),
+                is_shared=path in self._capture.shared,
+            )
         return self._constructors[path]
 
     def tensor(self, name: str) -> MemberTensor:
@@ -135,7 +140,8 @@ class Canonicalizer:
         tensor = getattr(self._capture.model.get_submodule(path), last)
         assert isinstance(tensor, Tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
-        return MemberTensor(name, tensor, is_parameter, name in self._persistent)
+        split = self._capture.splits.get(name)
+        return MemberTensor(name, tensor, is_parameter, name in self._persistent, split)
 
 
 class _Walk:
@@ -228,6 +234,8 @@ class _Walk:
                 return ("training", argument.train, argument.eval)
             case LocalDevice():
                 return LocalDevice
+            case Local(number):
+                return ("local", self._argument(number))
             case tuple() | list():
                 return (type(argument).__name__, *map(self._argument, argument))
             case dict():
@@ -271,11 +279,12 @@ class _Walk:
             for item in constructor.arguments
         )
         frozen = (constructor.frozen, constructor.frozen_names)
-        return (self._relative(leaf.path), constructor.type, arguments, frozen)
+        kind = (constructor.type, constructor.split, constructor.is_shared)
+        return (self._relative(leaf.path), kind, arguments, frozen)
 
     def _tensor_key(self, member: MemberTensor) -> Hashable:
         tensor = member.value
-        kind = (member.is_parameter, member.is_persistent, tensor.requires_grad)
+        kind = (member.is_parameter, member.is_persistent, tensor.requires_grad, member.split)
         expression = None if member.is_parameter or member.is_persistent else str(rebuild(tensor))
         return (self._relative(member.path), tensor.dtype, tensor.dim(), kind, expression)
 

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import sympy
 from torch import fx
 
-from ..capture import IfTraining, LocalDevice, Size
+from ...runtime.tensor_parallel.functions import local
+from ..capture import IfTraining, Local, LocalDevice, Size
 from ..capture.graph import must_fail, must_fit, other_way, unfit
 from ..capture.mode_merge import is_of_training, unless
 from ..capture.values import AUGMENTED
@@ -77,6 +78,8 @@ def literals(node: fx.Node) -> Iterator[Any]:
                 pass
             case int() | float():
                 yield argument
+            case Local(number):
+                yield number
             case tuple() | list():
                 for item in argument:
                     yield from walk(item)
@@ -113,6 +116,9 @@ class ArgumentWriter:
                 return _write_if_training(argument)
             case LocalDevice():
                 return self._names.device()
+            case Local(number):
+                self._names.require(local.__module__, local.__name__)
+                return call(local.__name__, (self.write(number),))
             case slice():
                 return self._slice(argument)
             case list():

@@ -8,12 +8,15 @@ a container become a comprehension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 from torch import nn
 
+from ...runtime.tensor_parallel.layers import shared_module, split_module, split_parameter
+from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture
 from ..capture.leaf_modules import Constructor
 from ..models.builtin import configuration_arguments, is_configuration
@@ -352,13 +355,24 @@ class Scope:
             is_positional = argument.is_positional and len(items) < 2
             items.append(value if is_positional else named(argument.name, value))
         tail = ").requires_grad_(False)" if constructor.frozen else ")"
-        return bracket(f"{constructor.name}(", tuple(items), tail)
+        built = bracket(f"{constructor.name}(", tuple(items), tail)
+        if constructor.is_shared:
+            return self._call_of(shared_module, built)
+        if constructor.split is None:
+            return built
+        return self._call_of(split_module, built, *_options(constructor.split, usual_dim=0))
+
+    def _call_of(self, function: Callable[..., Any], *arguments: Code) -> Code:
+        self._imports.add((function.__module__, function.__name__))
+        return call(function.__name__, arguments)
 
     def _parameter(self, tensor: MemberTensor) -> Code:
         inside: tuple[Code, ...] = (self._empty(tensor),)
         if not tensor.value.requires_grad:
             inside += (Code("requires_grad=False"),)
-        return call("nn.Parameter", inside)
+        if tensor.split is None:
+            return call("nn.Parameter", inside)
+        return self._call_of(split_parameter, *inside, *_options(tensor.split))
 
     def _buffer(self, tensor: MemberTensor) -> Code:
         expression = None if tensor.is_persistent else constants.rebuild(tensor.value)
@@ -414,6 +428,13 @@ class Scope:
         name = self._parts.add(type(module).__name__, member.path, self._annotations(member), lines)
         self._part_of[member.path] = name
         return name
+
+
+def _options(split: Split, usual_dim: int | None = None) -> list[Code]:
+    """The keyword arguments that describe a split."""
+    dim = [] if split.dim == usual_dim else [named("dim", write_constant(split.dim))]
+    groups = [named("groups", write_constant(split.groups))] if split.groups > 1 else []
+    return dim + groups
 
 
 def _within(text: str, names: Sequence[str]) -> str:

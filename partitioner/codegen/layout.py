@@ -15,10 +15,11 @@ import ast
 import keyword
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
+from ...runtime import tensor_parallel
 from ...runtime.errors import PlanError
 from ...runtime.formatting import hiding_in, one_line, visible
 
@@ -158,6 +159,13 @@ _STANDARD = ("collections", "math", "operator", "random", "typing")
 _SHORT = {"numpy": "np"}
 
 
+_HOME = {
+    f"{tensor_parallel.__name__}.{part}": tensor_parallel.__name__
+    for part in ("functions", "layers")
+}
+"""The package that exports what its modules define."""
+
+
 def write_imports(source: str, extra: Iterable[tuple[str, str]]) -> list[str]:
     """Lines that import `torch`, `nn`, `F` and the like where `source` uses them, and the pairs
     `(module, name)` in `extra`; a pair without a name imports the module itself. Raises PlanError
@@ -178,7 +186,7 @@ def write_imports(source: str, extra: Iterable[tuple[str, str]]) -> list[str]:
     names_of["torch"] |= {"Tensor", "nn"} & used
     for module, name in extra:
         if name:
-            names_of[module].add(name.partition(".")[0])
+            names_of[_HOME.get(module, module)].add(name.partition(".")[0])
         else:
             short = f" as {_SHORT[module]}" if module in _SHORT else ""
             modules[module] = f"import {module}{short}"
@@ -186,12 +194,19 @@ def write_imports(source: str, extra: Iterable[tuple[str, str]]) -> list[str]:
     for is_standard in (True, False):
         lines = [modules[name] for name in sorted(modules) if (name in _STANDARD) == is_standard]
         lines += [
-            f"from {module} import {', '.join(sorted(names, key=_classes_first))}"
+            _import_line(module, sorted(names, key=_classes_first))
             for module, names in sorted(names_of.items())
             if (module in _STANDARD) == is_standard
         ]
         sections += [lines] if lines else []
     return "\n\n".join("\n".join(lines) for lines in sections).split("\n")
+
+
+def _import_line(module: str, names: Sequence[str]) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= WIDTH:
+        return line
+    return "\n".join((f"from {module} import (", *(f"    {name}," for name in names), ")"))
 
 
 def _classes_first(name: str) -> tuple[bool, str]:

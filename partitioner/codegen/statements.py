@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
+from ...runtime import tensor_parallel
 from ..capture import Capture
 from ..capture.values import AUGMENTED, is_mutating
 from . import layout
@@ -194,6 +195,7 @@ def type_of(node: fx.Node) -> str:
 RESERVED = frozenset(
     {"self", "torch", "nn", "F", "Tensor", "math", "operator", "index", "cast", "random", "np"}
     | {"float", "int", "max", "min", "len", "range", "str", "abs", "round", "slice", "tuple"}
+    | {*tensor_parallel.__all__}
 )
 
 

@@ -47,6 +47,7 @@ class PartitionKeywords(PlanConfig, OutlineKeywords, total=False):
     """The options of `PartitionOptions` that `partition` reads."""
 
     model_args: Mapping[str, Any] | None
+    tensor_parallel: int
     elastic: str | None
     freeze: str | None
     loss: str | Callable[..., Any] | None

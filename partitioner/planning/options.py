@@ -196,6 +196,12 @@ class PartitionOptions:
         group=PLAN,
         read_by=PARTITIONED,
     )
+    tensor_parallel: int = _builds(
+        1,
+        Whole(1, 2**10, 2),
+        "Number of tensor ranks that share out the wide layers of each stage.",
+        group=PLAN,
+    )
     schedule: str | None = _plans(
         None,
         Choice((*SCHEDULES, AUTO)),
@@ -294,11 +300,7 @@ class PartitionOptions:
         Flag(),
         "Fit a predicted profile to a few operations measured on this machine.",
     )
-    no_cache: bool = _profiles(
-        False,
-        Flag(),
-        "Ignore cached measurements and measure again.",
-    )
+    no_cache: bool = _profiles(False, Flag(), "Ignore cached measurements and measure again.")
     output: str | Path | None = _writes(
         None,
         path("generated_models/gpt2_4p"),
@@ -309,9 +311,7 @@ class PartitionOptions:
         Choice(("structured", "flat")),
         "Write classes and loops as in the original, or flat code: one statement per operation.",
     )
-    save_weights: bool = _writes(
-        True, Flag(), "Do not store the weights in the folder.", flag="no_weights"
-    )
+    save_weights: bool = _writes(True, Flag(), "Do not store the weights.", flag="no_weights")
     force: bool = _writes(
         False,
         Flag(),

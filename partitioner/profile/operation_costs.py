@@ -34,7 +34,8 @@ from torch.nn import functional as F
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from ..capture import Capture, IfTraining, LocalDevice, Size, run
+from ...runtime.tensor_parallel.functions import local
+from ..capture import Capture, IfTraining, Local, LocalDevice, Size, run
 from ..capture.arguments import map_leaves, tensors_in
 from ..capture.graph import is_external, sizes_of
 from ..capture.model_state import is_on_meta
@@ -224,6 +225,8 @@ class CostWalk:
                 return self._resolved(leaf.train)
             if isinstance(leaf, LocalDevice):
                 return self.device
+            if isinstance(leaf, Local):
+                return local(leaf.number)
             return leaf
 
         return map_leaves(resolve, argument)

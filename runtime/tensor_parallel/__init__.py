@@ -12,13 +12,36 @@ sum over the ranks. With one rank all functions here are the identity, and the l
 torch, to the last bit.
 """
 
-from .functions import local, on_one_rank, parallel_input, split_dropout, sum_over_ranks
-from .layers import ColumnLinear, RowLinear, SplitDropout, split_module, split_parameter
+from .functions import (
+    local,
+    on_one_rank,
+    parallel_input,
+    part_of,
+    split_attention,
+    split_dropout,
+    sum_over_ranks,
+)
+from .layers import (
+    ColumnConv1d,
+    ColumnConv2d,
+    ColumnLinear,
+    RowConv1d,
+    RowConv2d,
+    RowLinear,
+    SplitDropout,
+    shared_module,
+    split_module,
+    split_parameter,
+)
 from .ranks import ONE_RANK, Split, TensorRanks, splits_of, using
 
 __all__ = [
     "ONE_RANK",
+    "ColumnConv1d",
+    "ColumnConv2d",
     "ColumnLinear",
+    "RowConv1d",
+    "RowConv2d",
     "RowLinear",
     "Split",
     "SplitDropout",
@@ -26,6 +49,9 @@ __all__ = [
     "local",
     "on_one_rank",
     "parallel_input",
+    "part_of",
+    "shared_module",
+    "split_attention",
     "split_dropout",
     "split_module",
     "split_parameter",

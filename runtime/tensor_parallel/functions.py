@@ -26,23 +26,26 @@ def local(number: int) -> int:
 def parallel_input(x: Tensor) -> Tensor:
     """A whole tensor that split layers read: itself; its gradient is summed over the ranks."""
     ranks = current_ranks()
-    result: Tensor = x if ranks.size == 1 else _ParallelInput.apply(x, ranks)
-    return result
+    return x if ranks.size == 1 else _applied(_ParallelInput, x, ranks)
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
     """The sum of the ranks' summands; each has the gradient of the sum."""
     ranks = current_ranks()
-    result: Tensor = x if ranks.size == 1 else _SumOverRanks.apply(x, ranks)
-    return result
+    return x if ranks.size == 1 else _applied(_SumOverRanks, x, ranks)
 
 
 def on_one_rank(x: Tensor) -> Tensor:
     """A whole summand, such as a bias, of which a sum over the ranks must have one: itself on rank
     0 and zeros elsewhere; its gradient is whole on all ranks."""
     ranks = current_ranks()
-    result: Tensor = x if ranks.size == 1 else _OnOneRank.apply(x, ranks)
-    return result
+    return x if ranks.size == 1 else _applied(_OnOneRank, x, ranks)
+
+
+def part_of(x: Tensor, dim: int, groups: int = 1) -> Tensor:
+    """This rank's part of a whole tensor; the gradient of the whole is put together again."""
+    ranks = current_ranks()
+    return x if ranks.size == 1 else _applied(_PartOf, x, Split(dim, groups), ranks)
 
 
 def split_dropout(x: Tensor, p: float, training: bool, dim: int, groups: int = 1) -> Tensor:
@@ -51,13 +54,60 @@ def split_dropout(x: Tensor, p: float, training: bool, dim: int, groups: int = 1
     ranks = current_ranks()
     if ranks.size == 1 or not training or p == 0.0:
         return torch.nn.functional.dropout(x, p, training)
-    split = Split(dim, groups)
-    shape = [n * ranks.size if place == dim else n for place, n in enumerate(x.shape)]
+    return x * _mask_part(x, p, Split(dim, groups), ranks)
+
+
+def split_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    dim: int,
+    **options: Any,
+) -> Tensor:
+    """`scaled_dot_product_attention` of this rank's heads, which are dimension `dim`; `options` are
+    its `scale` and `enable_gqa`.
+
+    With dropout, the ranks draw the mask of all heads and use their part of it, as torch's own
+    kernel for CPU does: it multiplies by the root of the scale on both sides.
+    """
+    ranks = current_ranks()
+    if ranks.size == 1 or dropout_p == 0.0:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, **options
+        )
+    scale = options.get("scale")
+    if options.get("enable_gqa"):
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
+    root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    scores = (query * root) @ (key * root).transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill(
+            ~attn_mask, float("-inf")
+        )
+    weights = torch.softmax(scores if attn_mask is None else scores + attn_mask, -1)
+    return (weights * _mask_part(weights, dropout_p, Split(dim), ranks)) @ value
+
+
+def _mask_part(x: Tensor, p: float, split: Split, ranks: TensorRanks) -> Tensor:
+    """This rank's part of the factors by which dropout multiplies the whole tensor."""
+    shape = [n * ranks.size if place == split.dim else n for place, n in enumerate(x.shape)]
     # The order in which a mask is filled follows the strides.
-    order = sorted(range(x.dim()), key=lambda place: (-x.stride(place), place))
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda place: (-strides[place], place))
     ones = torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device).fill_(1)
-    mask = torch.nn.functional.dropout(ones, p, training)
-    return x * split.part(mask, ranks.rank, ranks.size)
+    return split.part(torch.nn.functional.dropout(ones, p, True), ranks.rank, ranks.size)
+
+
+def _applied(function: type[Function], *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _ParallelInput(Function):
@@ -89,6 +139,24 @@ class _OnOneRank(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
+
+
+class _PartOf(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split, ranks: TensorRanks) -> Tensor:
+        ctx.split, ctx.ranks, ctx.shape = split, ranks, x.shape
+        return split.part(x, ranks.rank, ranks.size).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        split, ranks, gradient = ctx.split, ctx.ranks, gradients[0]
+        whole = gradient.new_zeros(ctx.shape)
+        ranges = split.ranges(whole.shape[split.dim], ranks.rank, ranks.size)
+        parts = torch.split(gradient, [stop - start for start, stop in ranges], split.dim)
+        for (start, stop), part in zip(ranges, parts, strict=True):
+            whole.narrow(split.dim, start, stop - start).copy_(part)
+        ranks.all_reduce(whole)
+        return whole, None, None
 
 
 def _summed(part: Tensor, ranks: TensorRanks) -> Tensor:

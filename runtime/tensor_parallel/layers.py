@@ -5,11 +5,13 @@ Each is written with the sizes of the whole model and holds this rank's part.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from inspect import signature
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from .functions import local, split_dropout, sum_over_ranks
+from .functions import local, on_one_rank, parallel_input, split_dropout, sum_over_ranks
 from .ranks import Split, current_ranks, mark_split
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -23,9 +25,15 @@ class ColumnLinear(nn.Linear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, groups: int = 1
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        groups: int = 1,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, local(out_features), bias)
+        super().__init__(in_features, local(out_features), bias, dtype=dtype)
         self.groups = groups
         mark_split(self.weight, Split(0, groups))
         if self.bias is not None:
@@ -37,9 +45,15 @@ class RowLinear(nn.Linear):
     has a summand of the product, and the sum, by one all-reduce, is whole on all of them."""
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, groups: int = 1
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        groups: int = 1,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(local(in_features), out_features, bias)
+        super().__init__(local(in_features), out_features, bias, dtype=dtype)
         self.groups = groups
         mark_split(self.weight, Split(1, groups))
 
@@ -51,10 +65,63 @@ class RowLinear(nn.Linear):
         return product if self.bias is None else product + self.bias
 
 
+class ColumnConv(nn.modules.conv._ConvNd):
+    """A convolution whose output channels are split over the ranks."""
+
+    def __init__(self, in_channels: int, out_channels: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(in_channels, local(out_channels), *args, **kwargs)
+        mark_split(self.weight, Split(0))
+        if self.bias is not None:
+            mark_split(self.bias, Split(0))
+
+
+class RowConv(nn.modules.conv._ConvNd):
+    """A convolution whose input channels are split over the ranks: each has a summand of the
+    result, and the sum, by one all-reduce, is whole on all of them."""
+
+    def __init__(self, in_channels: int, out_channels: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(local(in_channels), out_channels, *args, **kwargs)
+        mark_split(self.weight, Split(1))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The convolution of the whole input."""
+        if current_ranks().size == 1:
+            return self._conv_forward(input, self.weight, self.bias)
+        return sum_over_ranks(
+            self._conv_forward(
+                input, self.weight, None if self.bias is None else on_one_rank(self.bias)
+            )
+        )
+
+
+class ColumnConv1d(ColumnConv, nn.Conv1d):
+    """An `nn.Conv1d` whose output channels are split over the ranks."""
+
+    __signature__ = signature(nn.Conv1d)
+
+
+class RowConv1d(RowConv, nn.Conv1d):
+    """An `nn.Conv1d` whose input channels are split over the ranks."""
+
+    __signature__ = signature(nn.Conv1d)
+
+
+class ColumnConv2d(ColumnConv, nn.Conv2d):
+    """An `nn.Conv2d` whose output channels are split over the ranks."""
+
+    __signature__ = signature(nn.Conv2d)
+
+
+class RowConv2d(RowConv, nn.Conv2d):
+    """An `nn.Conv2d` whose input channels are split over the ranks."""
+
+    __signature__ = signature(nn.Conv2d)
+
+
 class SplitDropout(nn.Dropout):
     """An `nn.Dropout` of a tensor that is split along `dim`: the numbers of the unsplit model."""
 
-    def __init__(self, p: float = 0.5, *, dim: int, groups: int = 1) -> None:
+    def __init__(self, p: float, dim: int, groups: int = 1) -> None:
         super().__init__(p)
         self.dim, self.groups = dim, groups
 
@@ -74,19 +141,43 @@ def split_parameter(
     return parameter
 
 
-def split_module(module: Module, *, groups: int = 1) -> Module:
-    """A module of a layer by channels or features, such as a batch norm, with this rank's part of
-    each parameter and buffer, split along their first dimension."""
+def split_module(module: Module, *, dim: int = 0, groups: int = 1) -> Module:
+    """A module, such as a batch norm of split channels, with this rank's part of its parameters and
+    buffers: of each along `dim`, and of vectors along their only dimension."""
     ranks = current_ranks()
-    split = Split(0, groups)
+
+    def part(tensor: Tensor) -> Tensor:
+        split = Split(dim if tensor.dim() > 1 else 0, groups)
+        own = split.part(tensor.detach(), ranks.rank, ranks.size).clone()
+        if isinstance(tensor, nn.Parameter):
+            own = nn.Parameter(own, tensor.requires_grad)
+        mark_split(own, split)
+        return own
+
     for owner in module.modules():
-        for tensors in (owner._parameters, owner._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None or not tensor.dim():
-                    continue
-                part = split.part(tensor.detach(), ranks.rank, ranks.size).clone()
-                if isinstance(tensor, nn.Parameter):
-                    part = nn.Parameter(part, tensor.requires_grad)
-                mark_split(part, split)
-                tensors[name] = part
+        for name, parameter in owner.named_parameters(recurse=False):
+            setattr(owner, name, part(parameter))
+        for name, buffer in owner.named_buffers(recurse=False):
+            if buffer.dim():
+                setattr(owner, name, part(buffer))
+    return module
+
+
+def shared_module(module: Module) -> Module:
+    """A module, such as a norm over each head, that runs on split tensors with whole parameters:
+    their gradients are summed over the ranks."""
+    if current_ranks().size == 1:
+        return module
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own = dict(module.named_parameters(recurse=False))
+        shared: dict[str, Any] = {name: parallel_input(tensor) for name, tensor in own.items()}
+        try:
+            module._parameters.update(shared)
+            return plain(*args, **kwargs)
+        finally:
+            module._parameters.update(own)
+
+    module.forward = forward
     return module

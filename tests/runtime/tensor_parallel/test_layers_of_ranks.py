@@ -33,7 +33,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.up = ColumnLinear(8, 12, groups=3)
         self.norm = split_module(nn.BatchNorm1d(12), groups=3)
-        self.dropout = SplitDropout(0.5, dim=1, groups=3)
+        self.dropout = SplitDropout(0.5, 1, groups=3)
         self.down = RowLinear(12, 8, groups=3)
         self.weight = split_parameter(torch.empty(8, 6), dim=1)
         self.back = split_parameter(torch.empty(6, 8), dim=0)

@@ -1,0 +1,60 @@
+"""A captured model -> the same model with layers that several ranks share out.
+
+probe      runs an operation on the ranks' parts: do the results make the whole value?
+candidates the ways in which an operation might run on parts
+derive     the splits of a model, from the operations in order
+decisions  how an operation runs on parts, and the layer that does it in generated code
+rewrite    the splits -> a graph of split layers and the sums between them
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from ...runtime.errors import PlanError
+from ..capture import Capture
+from .derive import Derivation, derive
+from .rewrite import rewrite
+
+
+def split_over_ranks(capture: Capture, inputs: Mapping[str, Any], size: int) -> Capture:
+    """The capture with the layers that `size` tensor ranks can share out, found on the example
+    `inputs`. Notes say which layers each rank computes whole, and why.
+
+    Changes the graph of `capture`. Raises PlanError if there is no such layer.
+    """
+    derivation = derive(capture, inputs, size)
+    notes = tuple(_notes(derivation))
+    if not derivation.decisions:
+        why = f": {notes[0]}" if notes else ""
+        raise PlanError(
+            f"no layer can be shared out over {size} tensor ranks{why}.",
+            "Leave out --tensor-parallel, or choose a number that divides heads and widths.",
+        )
+    return replace(rewrite(capture, derivation), notes=(*capture.notes, *notes))
+
+
+def _notes(derivation: Derivation) -> list[str]:
+    """A sentence for each reason, with the layers of all blocks that it applies to."""
+    by_reason: dict[str, dict[str, int]] = {}
+    for node, closed in derivation.closed.items():
+        layer = re.sub(r"\.\d+\.", ".*.", _layer(node))
+        layers = by_reason.setdefault(closed.reason, {})
+        layers[layer] = layers.get(layer, 0) + 1
+    return [
+        f"each tensor rank computes {', '.join(layers)} whole: {reason}"
+        for reason, layers in by_reason.items()
+    ]
+
+
+def _layer(node: fx.Node) -> str:
+    """The path of the module whose weights a node reads, or the name of the weights."""
+    if node.op == "call_module":
+        return str(node.target)
+    names = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
+    return max(names, key=len, default=node.name)

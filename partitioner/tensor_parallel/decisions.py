@@ -1,0 +1,127 @@
+"""How an operation runs on parts, and the layers and functions that do it in generated code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ...runtime.tensor_parallel.functions import split_attention, split_dropout
+from ...runtime.tensor_parallel.layers import (
+    ColumnConv1d,
+    ColumnConv2d,
+    ColumnLinear,
+    RowConv1d,
+    RowConv2d,
+    RowLinear,
+    SplitDropout,
+)
+from ...runtime.tensor_parallel.ranks import Split
+from ..capture.leaf_modules import construct
+from .probe import Placement, Summands
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How an operation runs on parts.
+
+    result: the placement of its result; None for a whole one
+    places: the placements of its inputs that are whole values or parameters and are split for it
+    state: those of the parameters and buffers of the module that it calls
+    once: inputs, such as a bias, that the sum has once
+    sums: the ranks' results are summands
+    arguments: its args and kwargs with `Local` sizes; None if they are the captured ones
+    """
+
+    result: Placement = None
+    places: Mapping[fx.Node, Split] = field(default_factory=dict)
+    state: Mapping[str, Split | Summands | None] = field(default_factory=dict)
+    once: tuple[fx.Node, ...] = ()
+    sums: bool = False
+    arguments: tuple[Any, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a leaf module becomes.
+
+    module: the module in its place
+    split: how its parameters and buffers are divided, if its class does not say it
+    is_shared: its parameters are whole, and the gradients of the ranks are summed
+    """
+
+    module: nn.Module
+    split: Split | None = None
+    is_shared: bool = False
+
+
+_COLUMNS: Mapping[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: ColumnLinear,
+    nn.Conv1d: ColumnConv1d,
+    nn.Conv2d: ColumnConv2d,
+}
+_ROWS: Mapping[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: RowLinear,
+    nn.Conv1d: RowConv1d,
+    nn.Conv2d: RowConv2d,
+}
+SPLIT_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
+    torch.nn.functional.dropout: split_dropout,
+    torch.nn.functional.scaled_dot_product_attention: split_attention,
+}
+"""Functions that draw random numbers, and those that draw the same for split tensors."""
+
+
+def layer_for(module: nn.Module, decision: Decision) -> Layer | None:
+    """The layer that runs a module on parts; None if there is none."""
+    state = {name: place for name, place in decision.state.items() if place is not None}
+    if not state:
+        return _unsplit(module, decision)
+    split = state.get("weight")
+    known = (_ROWS if decision.sums else _COLUMNS).get(type(module))
+    if known is not None and isinstance(split, Split):
+        if isinstance(module, nn.Linear) or split.groups == 1:
+            return Layer(_built(module, known, split))
+        return None
+    tensors = dict((*module.named_parameters(), *module.named_buffers()))
+    splits = {place for name, place in state.items() if tensors[name].dim() > 1}
+    main = splits.pop() if splits else next(iter(state.values()))
+    if splits or decision.sums or not isinstance(main, Split):
+        return None
+    vector = Split(0, main.groups)
+    is_usual = all(
+        state.get(name) == (main if tensor.dim() > 1 else vector)
+        for name, tensor in tensors.items()
+        if tensor.dim()
+    )
+    return Layer(module, split=main) if is_usual else None
+
+
+def _unsplit(module: nn.Module, decision: Decision) -> Layer | None:
+    """The layer for a module whose parameters stay whole."""
+    if decision.sums:
+        return None if list(module.parameters()) else Layer(module)
+    if type(module) is nn.Dropout and isinstance(decision.result, Split):
+        split = decision.result
+        return Layer(SplitDropout(module.p, dim=split.dim, groups=split.groups))
+    if "dropout" in type(module).__name__.lower():
+        return None
+    needs_sum = any(parameter.requires_grad for parameter in module.parameters())
+    return Layer(module, is_shared=needs_sum)
+
+
+def _built(module: nn.Module, kind: type[nn.Module], split: Split) -> nn.Module:
+    """A module of that kind with the arguments, parameters and mode of another one."""
+    given = {
+        argument.name: argument.value
+        for argument in construct(module, "").arguments
+        if not argument.is_default
+    }
+    options = {"groups": split.groups} if isinstance(module, nn.Linear) else {}
+    with torch.device("meta"):
+        built = kind(**given, **options)
+    built._parameters.update(module._parameters)
+    return built.train(module.training)

@@ -1,0 +1,317 @@
+"""Which layers of a captured model can be split over t ranks: found by trying.
+
+A product with weights is opened: it gets a part of its weights along one dimension, such that its
+result is a part of the whole one. The operations that follow run on parts, as long as their results
+are parts of the whole value too, until one of them gives summands: there the split ends with one
+sum (Shoeybi et al. 2019, section 3: column- and row-parallel products). Where an operation gives
+neither, the products that its parts come from try their next dimension, and are closed at last:
+each rank computes them whole.
+
+No table of operations or models is needed: matrix products, attention by heads, gated and grouped
+variants, convolutions by channels and fused projections follow from their own kernels, and so do
+the sizes in the code (`view(batch, -1, 12, 64)`) that are those of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, fx
+
+from ...runtime.tensor_parallel.ranks import Split
+from ..capture import Capture
+from ..capture.arguments import map_leaves
+from ..capture.values import Local
+from .candidates import Candidates
+from .decisions import SPLIT_FUNCTIONS, Decision, layer_for
+from .probe import Placement, Probe, Summands, Unplaced, is_close, is_split, items_of, splits_in
+
+_NUMBERS = "cannot share out"
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A product that each rank computes whole.
+
+    reason: why
+    node: the operation that could not run on parts
+    """
+
+    reason: str
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """The split operations of a model.
+
+    size: the number of tensor ranks
+    decisions: the operations that run on parts
+    closed: the products that do not, by node
+    """
+
+    size: int
+    decisions: Mapping[fx.Node, Decision]
+    closed: Mapping[fx.Node, Closed]
+
+
+class _Failed(Exception):
+    """An operation that cannot run on parts.
+
+    sources: the products whose parts it reads
+    is_final: no other dimension of these products would help
+    """
+
+    def __init__(
+        self, node: fx.Node, reason: str, sources: frozenset[fx.Node], *, is_final: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.node, self.reason, self.sources, self.is_final = node, reason, sources, is_final
+
+
+def derive(capture: Capture, inputs: Mapping[str, Any], size: int) -> Derivation:
+    """The layers of `capture` that `size` ranks can share out, found on the example `inputs`.
+
+    The model is unchanged afterwards. Runs every operation that reads parts a few times on parts of
+    the example's values.
+    """
+    probe = Probe(capture, inputs, size)
+    with probe.ready():
+        search = _Search(probe)
+        while True:
+            try:
+                decisions = search.propagated()
+                return Derivation(size, decisions, search.closed)
+            except _Failed as failure:
+                search.learn(failure)
+
+
+class _Search:
+    """Propagates placements through the graph, and learns from failures which products to close."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self._candidates = Candidates(probe)
+        self.closed: dict[fx.Node, Closed] = {}
+        self._choice: dict[fx.Node, int] = {}
+        self._tried_before: dict[fx.Node, Closed] = {}
+        self._known: dict[Any, Decision | _Failed] = {}
+
+    def propagated(self) -> dict[fx.Node, Decision]:
+        """The decisions for all nodes that run on parts. Raises _Failed for one that cannot."""
+        decisions: dict[fx.Node, Decision] = {}
+        places: dict[fx.Node, Placement] = {}
+        sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        for node in self.probe.capture.graph.nodes:
+            split_inputs = [n for n in node.all_input_nodes if is_split(places.get(n))]
+            from_ = frozenset().union(*(sources[n] for n in split_inputs))
+            if node.op == "output" and split_inputs:
+                raise _Failed(node, "the model returns its result", from_)
+            if node.op in ("output", "placeholder", "get_attr"):
+                continue
+            own = {n: places[n] for n in split_inputs}
+            decision = self._decision(node, own, from_)
+            if decision is None:
+                continue
+            decisions[node] = decision
+            sources[node] = from_ or frozenset([node])
+            if is_split(decision.result):
+                places[node] = decision.result
+        self._verify_weights(decisions, sources)
+        return decisions
+
+    def _verify_weights(
+        self,
+        decisions: Mapping[fx.Node, Decision],
+        sources: Mapping[fx.Node, frozenset[fx.Node]],
+    ) -> None:
+        """Raises _Failed if a layer's weights are also read otherwise: by another call of the
+        layer, by a tied one, or as a tensor."""
+        places: dict[int, set[Any]] = {}
+        readers: dict[int, frozenset[fx.Node]] = {}
+        tensors = {**dict(self.probe.capture.model.named_parameters(remove_duplicate=False))}
+        for node in self.probe.capture.graph.nodes:
+            decision = decisions.get(node, Decision())
+            read: dict[int, Any] = {}
+            if (module := self.probe.module(node)) is not None:
+                read = {id(p): decision.state.get(name) for name, p in module.named_parameters()}
+            elif node.op == "get_attr" and str(node.target) in tensors:
+                read = {id(tensors[str(node.target)]): "tensor"}
+            for tensor, place in read.items():
+                places.setdefault(tensor, set()).add(place)
+                if isinstance(place, Split):
+                    readers[tensor] = readers.get(tensor, frozenset()) | sources[node]
+        for tensor, found in places.items():
+            if len(found) > 1 and tensor in readers:
+                first = min(readers[tensor])
+                raise _Failed(
+                    first, "its weights are also read whole", readers[tensor], is_final=True
+                )
+
+    def learn(self, failure: _Failed) -> None:
+        """Gives the products before a failure another dimension, or closes them."""
+        alone = len(failure.sources) == 1 and not failure.is_final
+        for node in failure.sources:
+            choice = self._choice.get(node, 0) + 1
+            before = self._tried_before.get(node)
+            closed = Closed(self._reason(failure), failure.node)
+            if before is not None and _NUMBERS in before.reason:
+                closed = before
+            if alone and choice < len(list(self._candidates.openings(node))):
+                self._choice[node] = choice
+                self._tried_before[node] = closed
+            else:
+                self.closed[node] = closed
+
+    def _reason(self, failure: _Failed) -> str:
+        """Why an operation cannot run on parts, in the words of the model."""
+        node, size = failure.node, self.probe.size
+        if node.op == "output" or failure.is_final:
+            return failure.reason
+        whole = self.probe.values.of_node.get(node)
+        inputs = [self.probe.values.of_node.get(source) for source in node.all_input_nodes]
+        if isinstance(whole, Tensor):
+            lengths = {n for value in inputs if isinstance(value, Tensor) for n in value.shape}
+            for number, each in pairwise(whole.shape):
+                if number * each in lengths and number % size and number > 1 < each:
+                    return f"{size} ranks {_NUMBERS} {number} (of {number} x {each})"
+        return f"{operation_name(node)} reads all of it"
+
+    def _decision(
+        self, node: fx.Node, places: dict[fx.Node, Placement], sources: frozenset[fx.Node]
+    ) -> Decision | None:
+        if node not in self.probe.values.of_node:
+            if places:
+                raise _Failed(node, "it runs in one mode only", sources)
+            return None
+        if not places:
+            return self._opened(node)
+        key = (node, tuple(places.items()))
+        if key not in self._known:
+            try:
+                self._known[key] = self._continued(node, places)
+            except Unplaced as error:
+                self._known[key] = _Failed(node, str(error), sources)
+        known = self._known[key]
+        if isinstance(known, _Failed):
+            raise _Failed(node, known.reason, sources)
+        return known
+
+    # --- opening a product ------------------------------------------------------------------
+
+    def _opened(self, node: fx.Node) -> Decision | None:
+        if node in self.closed:
+            return None
+        openings = list(self._candidates.openings(node))
+        if not openings:
+            return None
+        for choice in range(self._choice.get(node, 0), len(openings)):
+            self._choice[node] = choice
+            key = (node, choice)
+            if key not in self._known:
+                try:
+                    self._known[key] = self._tried(node, {}, openings[choice])
+                except Unplaced as error:
+                    self._known[key] = _Failed(node, str(error), frozenset([node]))
+            known = self._known[key]
+            if isinstance(known, Decision) and isinstance(known.result, Split):
+                return known
+        shapes = [str(tuple(weight.shape)) for weight in self._candidates.weights(node).values()]
+        why = f"{self.probe.size} ranks {_NUMBERS} its weights of {' and '.join(shapes)}"
+        self.closed[node] = self._tried_before.get(node) or Closed(why, node)
+        return None
+
+    # --- continuing with parts --------------------------------------------------------------
+
+    def _continued(self, node: fx.Node, places: dict[fx.Node, Placement]) -> Decision:
+        last: Unplaced = Unplaced("no dimension of its result is split")
+        for candidate in self._candidates.continuations(node, places):
+            try:
+                return self._tried(node, places, candidate)
+            except Unplaced as error:
+                last = error
+        raise last
+
+    def _tried(
+        self, node: fx.Node, places: dict[fx.Node, Placement], candidate: Decision
+    ) -> Decision:
+        """The candidate with the placement of its result. Raises Unplaced if it does not run, or
+        its results do not make the whole value."""
+        probe = self.probe
+        captured = (node.args, node.kwargs)
+        try:
+            if candidate.arguments is not None:
+                node.args, node.kwargs = map_leaves(self._divided, candidate.arguments)
+            results = probe.results(
+                node, {**places, **candidate.places}, candidate.state, candidate.once
+            )
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            raise Unplaced(str(error).partition("\n")[0]) from error
+        finally:
+            node.args, node.kwargs = captured
+        whole = probe.values.of_node[node]
+        groups = sorted({split.groups for place in places.values() for split in splits_in(place)})
+        groups += [split.groups for split in _openers(candidate)]
+        result = probe.placement([value for value, _ in results], whole, sorted({1, *groups}))
+        self._verify_changes(node, {**places, **candidate.places}, results)
+        if isinstance(result, Summands):
+            if isinstance(whole, Tensor) and not whole.is_floating_point():
+                raise Unplaced("summands of whole numbers")
+            decision = replace(candidate, result=None, sums=True)
+            return self._expressible(node, decision)
+        if any(isinstance(place, Summands) for place in items_of(result)):
+            raise Unplaced("summands among several results")
+        if candidate.once or Summands() in candidate.state.values():
+            raise Unplaced("a bias that one rank alone has")
+        if result is None and _needs_gradient(node):
+            raise Unplaced("each rank has the whole result, but parts of its gradient")
+        return self._expressible(node, replace(candidate, result=result))
+
+    def _expressible(self, node: fx.Node, decision: Decision) -> Decision:
+        """The decision. Raises Unplaced if no split layer or function computes it."""
+        module = self.probe.module(node)
+        if module is not None and layer_for(module, decision) is None:
+            raise Unplaced(f"there is no {type(module).__name__} with such parts")
+        if module is None and node.meta["random"] and node.target not in SPLIT_FUNCTIONS:
+            raise Unplaced("it draws random numbers")
+        return decision
+
+    def _divided(self, leaf: Any) -> Any:
+        return leaf.number // self.probe.size if isinstance(leaf, Local) else leaf
+
+    def _verify_changes(
+        self, node: fx.Node, places: Mapping[fx.Node, Placement], results: list[tuple[Any, Any]]
+    ) -> None:
+        """Raises Unplaced where a node changes the memory of its inputs in another way than it does
+        in the whole model."""
+        for source, whole in self.probe.values.after.get(node, {}).items():
+            for rank, (_, given) in enumerate(results):
+                expected = self.probe.part(whole, places.get(source), rank)
+                if not _same(given[source], expected):
+                    raise Unplaced("it changes a value in place")
+
+
+def _same(first: Any, second: Any) -> bool:
+    return not isinstance(second, Tensor) or is_close(first, second)
+
+
+def _openers(candidate: Decision) -> list[Split]:
+    splits = (*candidate.places.values(), *candidate.state.values())
+    return [split for split in splits if isinstance(split, Split)]
+
+
+def _needs_gradient(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def operation_name(node: fx.Node) -> str:
+    """The operation of a node with the line that it comes from: `layer_norm (model.py:12)`."""
+    target = node.target
+    name = str(target if isinstance(target, str) else getattr(target, "__name__", target))
+    file, line = node.meta.get("source") or ("", 0)
+    where = f" ({file.rpartition('/')[2]}:{line})" if file else ""
+    return f"{name.rpartition('.')[2]}{where}"

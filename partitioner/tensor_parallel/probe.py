@@ -1,0 +1,239 @@
+"""Runs single operations of a captured graph on parts of their operands.
+
+The ranks of a layer would each run an operation on their parts. What the results say about the
+operation's whole value is its placement: equal, parts along a dimension, or summands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+
+from ...runtime.tensor_parallel.ranks import Split
+from ..capture import Capture
+from ..capture.graph import Reader, run, run_node
+from ..capture.model_state import Noise, in_mode, seed_all, working_copies
+from ..capture.operations import averaging
+
+Placement = Split | tuple[Any, ...] | None
+"""How a value lies on the ranks: whole on each (None), in parts, or a tuple of placements."""
+
+
+class Unplaced(Exception):
+    """The results of the ranks are no parts of the value of the whole model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summands:
+    """The placement of results whose sum is the whole value."""
+
+
+@dataclass
+class Values:
+    """The values of one run of the whole model, with noise on its parameters.
+
+    of_node: the value of each node when it was computed
+    later: the value of an input of a node at that node, where memory was changed in between
+    after: the values of a node's inputs after it, where it changed their memory
+    """
+
+    of_node: dict[fx.Node, Any] = field(default_factory=dict)
+    later: dict[tuple[fx.Node, fx.Node], Any] = field(default_factory=dict)
+    after: dict[fx.Node, dict[fx.Node, Any]] = field(default_factory=dict)
+
+    def at(self, node: fx.Node, source: fx.Node) -> Any:
+        """The value of `source` when `node` is computed."""
+        return self.later.get((node, source), self.of_node.get(source))
+
+
+class Probe:
+    """Runs the nodes of one captured graph on the parts of `size` ranks."""
+
+    def __init__(self, capture: Capture, inputs: Mapping[str, Any], size: int) -> None:
+        self.capture, self.inputs, self.size = capture, inputs, size
+        self.training = False not in capture.modes
+        self.values = Values()
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside, parameters have noise, and the values of the whole model are known."""
+        model = self.capture.model
+        with working_copies(model, Noise.ALL), torch.no_grad():
+            seed_all(0)
+            self._compute_all()
+            with in_mode(model, self.training):
+                yield
+
+    def _compute_all(self) -> None:
+        live: dict[fx.Node, Any] = {}
+        values = self.values
+        changed: set[int] = set()
+
+        def around(node: fx.Node, thunk: Any) -> Any:
+            for source in node.all_input_nodes:
+                if source not in values.of_node:
+                    values.of_node[source] = _cloned(live[source])
+                elif source.meta["storages"] & changed:
+                    values.later[node, source] = _cloned(live[source])
+            result = thunk()
+            values.of_node[node] = _cloned(result)
+            if node.meta["mutates"]:
+                changed.update(node.meta["mutates"])
+                values.after[node] = {
+                    source: _cloned(live[source])
+                    for source in node.all_input_nodes
+                    if source.meta["storages"] & node.meta["mutates"]
+                }
+            return result
+
+        run(self.capture, self.inputs, training=self.training, env=live, around=around)
+
+    def module(self, node: fx.Node) -> nn.Module | None:
+        """The module that a node calls."""
+        if node.op != "call_module":
+            return None
+        return self.capture.model.get_submodule(str(node.target))
+
+    def results(
+        self,
+        node: fx.Node,
+        places: Mapping[fx.Node, Placement],
+        state: Mapping[str, Split | Summands | None],
+        once: Collection[fx.Node] = (),
+    ) -> list[tuple[Any, dict[fx.Node, Any]]]:
+        """The result of each rank, with the values of the node's inputs afterwards.
+
+        `places` are those of the inputs, `state` those of the parameters and buffers of the module
+        that the node calls; `once` are inputs, and `Summands` marks parameters, that are whole on
+        the first rank and zero on the others.
+        """
+        results = []
+        for rank in range(self.size):
+            given: dict[fx.Node, Any] = {}
+            for source in node.all_input_nodes:
+                value = self.values.at(node, source)
+                part = self.part(value, places.get(source), rank)
+                given[source] = part * (rank == 0) if source in once else _cloned(part)
+            results.append((self._run(node, given, state, rank), given))
+        return results
+
+    def _run(
+        self,
+        node: fx.Node,
+        given: dict[fx.Node, Any],
+        state: Mapping[str, Split | Summands | None],
+        rank: int,
+    ) -> Any:
+        reader = Reader(self.capture, self.inputs, given, self.training)
+        module = self.module(node)
+        if module is None or not any(state.values()):
+            return run_node(self.capture, reader, node)
+        tensors: dict[str, Tensor] = {}
+        for name, place in state.items():
+            tensor = module.get_parameter(name) if place == Summands() else _state_of(module)[name]
+            if isinstance(place, Split):
+                tensors[name] = self.part(tensor, place, rank)
+            elif isinstance(place, Summands):
+                tensors[name] = tensor * (rank == 0)
+        args, kwargs = reader.value((node.args, node.kwargs))
+        with averaging(module):
+            return functional_call(module, tensors, args, kwargs)
+
+    def part(self, value: Any, place: Placement, rank: int) -> Any:
+        """What a rank has of a value that lies so."""
+        if place is None:
+            return value
+        if isinstance(place, Split):
+            return place.part(value, rank, self.size)
+        kind = type(value)
+        parts = [self.part(item, own, rank) for item, own in zip(value, place, strict=True)]
+        return kind(*parts) if hasattr(value, "_fields") else kind(parts)
+
+    def placement(self, results: Sequence[Any], whole: Any, groups: Collection[int]) -> Any:
+        """How the results of the ranks lie. Raises Unplaced if they do not make the whole value."""
+        if isinstance(whole, (tuple, list)):
+            if any(len(result) != len(whole) for result in results):
+                raise Unplaced("another number of results")
+            return tuple(
+                self.placement([result[i] for result in results], item, groups)
+                for i, item in enumerate(whole)
+            )
+        if not isinstance(whole, Tensor):
+            if all(result == whole for result in results):
+                return None
+            raise Unplaced("a number that depends on the part")
+        if all(is_close(result, whole) for result in results):
+            return None
+        return self._split(results, whole, groups)
+
+    def _split(self, results: Sequence[Tensor], whole: Tensor, groups: Collection[int]) -> Any:
+        shapes = {result.shape for result in results}
+        if len(shapes) > 1 or results[0].dim() != whole.dim():
+            raise Unplaced("parts of other shapes")
+        part = results[0].shape
+        if part == whole.shape:
+            if whole.is_floating_point() and is_close(torch.stack(list(results)).sum(0), whole):
+                return Summands()
+            raise Unplaced("neither equal nor summands")
+        for dim, length in enumerate(whole.shape):
+            if part[dim] * self.size != length:
+                continue
+            for number in groups:
+                split = Split(dim, number)
+                if split.fits(length, self.size) and is_close(split.whole(results), whole):
+                    return split
+        raise Unplaced("no parts of the whole")
+
+
+def is_close(value: Any, whole: Tensor) -> bool:
+    """True if a value equals that of the whole model up to rounding."""
+    if not isinstance(value, Tensor) or value.shape != whole.shape or value.dtype != whole.dtype:
+        return False
+    if not whole.is_floating_point():
+        return torch.equal(value, whole)
+    first, second = value.double(), whole.double()
+    usual = second.abs()
+    usual = usual[usual < _LARGE]
+    scale = float(usual.mean()) if usual.numel() else 1.0
+    tolerance = torch.finfo(whole.dtype).eps ** 0.5
+    return torch.allclose(first, second, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+_LARGE = 1e30
+"""Larger numbers mask positions."""
+
+
+def _state_of(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, (tuple, list)):
+        items = [_cloned(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def items_of(place: Any) -> list[Any]:
+    """The placements of the items of a value."""
+    if isinstance(place, tuple):
+        return [leaf for item in place for leaf in items_of(item)]
+    return [place]
+
+
+def splits_in(place: Any) -> list[Split]:
+    """The splits of the items of a value that are in parts."""
+    return [leaf for leaf in items_of(place) if isinstance(leaf, Split)]
+
+
+def is_split(place: Placement) -> bool:
+    """True if a value, or a part of it, is in parts."""
+    return bool(splits_in(place))

@@ -1,0 +1,144 @@
+"""Checks that stages whose layers several ranks share out compute what whole stages do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime.executor.loading import load_stage_class, run_stage
+from ..runtime.plan.plan import Plan
+from ..runtime.plan.structure import rebuilt
+from ..runtime.tensor_parallel.ranks import Split, TensorRanks, splits_of
+from ..runtime.tensor_parallel.threads import in_threads
+from .capture import read_arguments
+from .capture.check import (
+    MAX_PARAMETERS_WITH_GRADIENTS,
+    Differs,
+    compare,
+    detached,
+    leaves_of,
+    total_of,
+)
+from .capture.model_state import Noise, seed_all, working_copies
+from .verdict import TOLERANCE, TOLERANCE_IN_DOUBLE, doubled
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What one tensor rank computes: outputs, gradients by stage and name, and its splits."""
+
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    splits: Mapping[str, Split]
+
+
+def verify_parts(
+    model: nn.Module,
+    plan: Plan,
+    folder: Path,
+    example_inputs: Mapping[str, Any],
+    size: int,
+    *,
+    constants: Mapping[str, Tensor] | None = None,
+) -> float:
+    """The largest difference of the stages on `size` tensor ranks from the stages on one.
+
+    Compares outputs and, for models that are not large, all gradients, with equal seeds, in
+    training mode; in float64 if they differ in float32. A model on meta is only built. Raises
+    PlanError with the name of the first value that differs.
+    """
+    given = read_arguments(model, example_inputs)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        in_threads(size, lambda _: [load_stage_class(folder, spec)() for spec in plan.stages])
+        return 0.0
+    with working_copies(model, Noise.ALL), torch.no_grad():
+        state = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+            **(constants or {}),
+        }
+        state = {name: tensor.detach().clone() for name, tensor in state.items()}
+    run = _Run(plan, folder, state, given.tensors)
+    try:
+        return run.difference(size, TOLERANCE)
+    except Differs:
+        return run.in_double().difference(size, TOLERANCE_IN_DOUBLE)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One micro-batch through all stages, forward and backward.
+
+    state: the whole parameters, buffers and constants by name
+    inputs: the example inputs
+    """
+
+    plan: Plan
+    folder: Path
+    state: Mapping[str, Tensor]
+    inputs: Mapping[str, Any]
+
+    def in_double(self) -> _Run:
+        return _Run(self.plan, self.folder, doubled(self.state), doubled(self.inputs))
+
+    def difference(self, size: int, tolerance: float) -> float:
+        """The largest relative difference. Raises Differs for one beyond the tolerance."""
+        with torch.random.fork_rng(devices=[]):
+            (whole,) = in_threads(1, self._run)
+            parts = in_threads(size, self._run)
+        splits = parts[0].splits
+        gradients = {
+            key: splits[key].whole([part.gradients[key] for part in parts])
+            if key in splits
+            else gradient
+            for key, gradient in parts[0].gradients.items()
+        }
+        where = f" (on {size} tensor ranks)"
+        return max(
+            compare(whole.outputs, parts[0].outputs, tolerance, f"output{where}"),
+            compare(whole.gradients, gradients, tolerance, f"gradient{where} of"),
+        )
+
+    def _run(self, ranks: TensorRanks) -> _Parts:
+        stages: list[nn.Module] = []
+        splits: dict[str, Split] = {}
+        for spec in self.plan.stages:
+            stage = load_stage_class(self.folder, spec)()
+            own = splits_of(stage)
+            splits |= {f"{spec.index} {name}": split for name, split in own.items()}
+            stages.append(self._filled(stage, own, ranks))
+        count = sum(p.numel() for stage in stages for p in stage.parameters()) * ranks.size
+        seed_all(1)
+        with torch.set_grad_enabled(count < MAX_PARAMETERS_WITH_GRADIENTS):
+            values = {**self.inputs}
+            for spec, stage in zip(self.plan.stages, stages, strict=True):
+                values |= run_stage(spec, stage, values)
+            outputs = leaves_of(rebuilt(self.plan.outputs, values, self.plan.sizes))
+            if torch.is_grad_enabled():
+                torch.autograd.backward(total_of(outputs))
+        gradients = {
+            f"{spec.index} {name}": parameter.grad
+            for spec, stage in zip(self.plan.stages, stages, strict=True)
+            for name, parameter in stage.named_parameters()
+            if parameter.grad is not None
+        }
+        return _Parts(detached(outputs), gradients, splits)
+
+    def _filled(
+        self, stage: nn.Module, splits: Mapping[str, Split], ranks: TensorRanks
+    ) -> nn.Module:
+        """The stage with a rank's parts of the state, in its dtype."""
+        if any(tensor.dtype == torch.float64 for tensor in self.state.values()):
+            stage.double()
+        tensors = (*stage.named_parameters(), *stage.named_buffers())
+        with torch.no_grad():
+            for name, tensor in tensors:
+                if (whole := self.state.get(name)) is not None:
+                    split = splits.get(name)
+                    tensor.copy_(split.part(whole, ranks.rank, ranks.size) if split else whole)
+        return stage.train()

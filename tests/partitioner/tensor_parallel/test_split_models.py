@@ -1,0 +1,169 @@
+"""Layers of real models are split over tensor ranks: the code, and that it computes the same.
+
+A partition compares outputs and gradients of its stages on the tensor ranks with those of whole
+stages, in float64 where needed; so a folder that exists is one that agrees.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import asyncpipe
+from asyncpipe.partitioner.verify_parts import verify_parts
+from asyncpipe.runtime.errors import PlanError
+from asyncpipe.runtime.executor.loading import load_stage_class
+from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.runtime.tensor_parallel import splits_of
+from asyncpipe.runtime.tensor_parallel.threads import in_threads
+from asyncpipe.tests.support.models.generated import CASES
+
+
+class Attention(nn.Module):
+    """Fused queries, keys and values, with dropout, and a bias of the scores by heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.bias = nn.Parameter(torch.zeros(4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (y.view(batch, length, 4, 4).transpose(1, 2) for y in self.qkv(x).split(16, -1))
+        scores = (q @ k.transpose(-2, -1) + self.bias).softmax(-1)
+        scores = nn.functional.dropout(scores, 0.2, self.training)
+        return self.out((scores @ v).transpose(1, 2).reshape(batch, length, 16))
+
+
+class Pictures(nn.Module):
+    """Channels of convolutions with a batch norm, changed in place, and dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+        self.norm, self.dropout = nn.BatchNorm2d(8), nn.Dropout(0.3)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.dropout(self.relu(self.norm(self.first(x)))))
+
+
+class local(nn.Module):
+    """Names of split layers, of their functions, and of a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16, bias=False)
+        self.scale = nn.Parameter(torch.ones(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parallel_input = self.up(x) * self.scale
+        sum_over_ranks = self.down(parallel_input.view(x.shape[0], -1, 4, 6).flatten(2))
+        return self.down(self.up(sum_over_ranks).relu())
+
+
+def split(
+    folder: Path, model: nn.Module, inputs: dict[str, Any], size: int = 2, **options: Any
+) -> str:
+    """The text of the stages of a folder for `size` tensor ranks."""
+    options = {"stages": 1, "profile": "analytic", **options}
+    plan = asyncpipe.partition(
+        model, inputs, output=folder, tensor_parallel=size, force=True, **options
+    )
+    assert plan.tensor_parallel == size
+    return "".join((folder / stage.file).read_text() for stage in plan.stages)
+
+
+def share(folder: Path, size: int = 2) -> float:
+    """The share of the parameters that the tensor ranks share out."""
+    whole, parts = (in_threads(number, lambda _: parameters_of(folder))[0] for number in (1, size))
+    return sum(count for is_split, count in parts if is_split) * size / sum(n for _, n in whole)
+
+
+def parameters_of(folder: Path) -> list[tuple[bool, int]]:
+    """For each parameter of all stages whether it is split, and its size on this rank."""
+    found = []
+    for stage in (kind() for kind in classes_of(folder)):
+        splits = splits_of(stage)
+        found += [(name in splits, p.numel()) for name, p in stage.named_parameters()]
+    return found
+
+
+def classes_of(folder: Path) -> list[type[nn.Module]]:
+    return [load_stage_class(folder, spec) for spec in read_plan(folder).stages]
+
+
+def test_fused_attention_is_split_by_heads_with_its_dropout_and_bias(tmp_path: Path) -> None:
+    x = torch.randn(2, 5, 16)
+    text = split(tmp_path / "net", Attention(), {"x": x})
+    assert "ColumnLinear(16, 48, groups=3)" in text
+    assert "RowLinear(16, 16)" in text
+    assert "split_dropout(" in text
+    assert "local(4)" in text
+    assert "split_parameter(torch.empty(4, 1, 1), dim=0)" in text
+    assert share(tmp_path / "net") > 0.95
+
+
+def test_convolutions_are_split_by_channels_with_their_batch_norm(tmp_path: Path) -> None:
+    text = split(tmp_path / "net", Pictures(), {"x": torch.randn(4, 3, 6, 6)})
+    assert "ColumnConv2d(3, 8, kernel_size=3, padding=1)" in text
+    assert "split_module(nn.BatchNorm2d(8))" in text
+    assert "RowConv2d(8, 3, kernel_size=3, padding=1)" in text
+    assert "SplitDropout(0.3, 1)" in text
+
+
+def test_names_of_a_model_that_are_those_of_split_layers_stay_apart(tmp_path: Path) -> None:
+    text = split(tmp_path / "net", local(), {"x": torch.randn(4, 16)})
+    assert share(tmp_path / "net") == 1.0
+    assert "import (" in text or "import ColumnLinear" in text
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
+def test_published_models_in_two_stages_compute_the_same_on_two_ranks(
+    name: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    split(tmp_path / "net", case.build(), dict(case.example_inputs), stages=2)
+    assert share(tmp_path / "net") > 0.3
+
+
+def test_heads_that_the_ranks_do_not_divide_stay_whole_with_a_note(tmp_path: Path) -> None:
+    model = nn.Sequential(Attention(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+    plan = asyncpipe.partition(
+        model,
+        {"input": torch.randn(2, 5, 16)},
+        output=tmp_path / "net",
+        tensor_parallel=8,
+        stages=1,
+        profile="analytic",
+    )
+    assert any("0.qkv whole: 8 ranks cannot share out 4 (of 4 x 4)" in note for note in plan.notes)
+
+
+def test_a_model_without_a_layer_to_split_is_refused_with_the_reason(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    with pytest.raises(PlanError, match="no layer can be shared out over 2 tensor ranks"):
+        split(tmp_path / "net", model, {"input": torch.ones(2, 4)})
+
+
+def test_a_sum_over_the_ranks_that_is_left_out_is_seen(tmp_path: Path) -> None:
+    model, x = Pictures(), torch.randn(4, 3, 6, 6)
+    split(tmp_path / "net", model, {"x": x})
+    plan = read_plan(tmp_path / "net")
+    assert verify_parts(model, plan, tmp_path / "net", {"x": x}, 2) < 1e-4
+    path = tmp_path / "net" / "stage_0.py"
+    path.write_text(path.read_text().replace("RowConv2d(8, 3", "Summand(8, 3") + SUMMAND)
+    with pytest.raises(PlanError, match=r"output \(on 2 tensor ranks\) .* differs"):
+        verify_parts(model, plan, tmp_path / "net", {"x": x}, 2)
+
+
+SUMMAND = """
+
+class Summand(RowConv2d):
+    def forward(self, input):
+        return self._conv_forward(input, self.weight, self.bias)
+"""
