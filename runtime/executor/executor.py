@@ -23,6 +23,7 @@ from ..staleness import Steps, make_staleness
 from ..staleness.weight_versions import Weights, WeightVersions
 from ..transports.protocol import GENERATOR_STATE, CastingTransport, Handle, Transport
 from .instrumented import Observer, RunRecorder, RunReport
+from .look_ahead import LookAhead
 from .mailbox import Mailbox, Sizes, channels_of_each
 from .precision import AS_PLANNED, FULL, BoundaryDtypes, Precision
 from .recompute import MiniBatchNorm
@@ -208,11 +209,12 @@ class Executor:
         None after each optimizer step of a stage."""
         run = self._prepare(schedule, feed, options)
         yield from self.shared.verify_equal()
-        ends = window_ends(run.program)
+        ends, ahead = window_ends(run.program), LookAhead(run, self.stages)
         with self._modes(run.training), self._casts_kept(run.training):
             for position, action in enumerate(run.program):
                 if run.leaves_out(action):
                     continue
+                ahead.before(position)
                 match "" if run.is_empty(action) else action.kind:
                     case "F":
                         yield from self._forward(run, action)

@@ -138,15 +138,27 @@ class Mailbox:
 
     def take(self, channel: Channel, index: int) -> Waiting:
         """The tensor of a stage's input, waited for if it comes from another rank."""
-        if channel.is_local:
+        if (channel, index) in self._here or channel.is_local:
             return self._here.pop((channel, index))
         tensor = yield from take(self.transport, self._posted.pop((channel, index)))
+        self._count(channel, index)
+        return tensor
+
+    def early(self, channel: Channel, index: int) -> Tensor | None:
+        """The tensor of a stage's input before it is taken; None if it is not known to be here."""
+        where = channel, index
+        if where in self._posted and self.transport.arrived(self._posted[where]):
+            self._here[where] = self.transport.wait(self._posted.pop(where))
+            self._count(channel, index)
+        return self._here.get(where)
+
+    def _count(self, channel: Channel, index: int) -> None:
+        """Takes note of a tensor that has arrived from another rank."""
         edge = channel.kind, channel.source, channel.target
         if channel is self._edges[edge][0]:
             self._receives[edge].received += 1
             self._post_ahead(edge)
             self._let_go(channel, index)
-        return tensor
 
     def completed(self, action: Action) -> None:
         """An F or B is over, so that more may have been sent to its stage."""

@@ -47,6 +47,10 @@ class ObservedTransport:
         with self._numbered:
             return self._transport.recv(channel, index)
 
+    def arrived(self, handle: Handle) -> bool:
+        with self._numbered:
+            return self._transport.arrived(handle)
+
     def wait(self, handle: Handle) -> Tensor:
         message = self._message(handle.channel)
         receiving = self._activities.during(Activity("receive", message, handle.index))

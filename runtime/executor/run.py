@@ -130,12 +130,19 @@ class FeedOnce:
         """
         if not self.needed:
             return {}
-        left, values = self._kept.pop(micro_batch, (self.stages, {}))
-        if left == self.stages:
-            values = self._ask(micro_batch)
+        values = self.early(micro_batch)
+        left, _ = self._kept.pop(micro_batch)
         if left > 1:
             self._kept[micro_batch] = left - 1, values
         return values
+
+    def early(self, micro_batch: int) -> Values:
+        """The same values, before they are asked for."""
+        if not self.needed:
+            return {}
+        if micro_batch not in self._kept:
+            self._kept[micro_batch] = self.stages, self._ask(micro_batch)
+        return self._kept[micro_batch][1]
 
     def _ask(self, micro_batch: int) -> Values:
         given = self.feed(micro_batch)

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,15 @@ from .split_backward import SplitBackward
 
 Call = Callable[[tuple[Tensor, ...]], Any]
 """Arguments of a module -> its result."""
+
+
+class Around(Protocol):
+    """Makes a module's result, and may call it in part."""
+
+    def __call__(self, arguments: tuple[Tensor, ...], call: Call) -> Any: ...
+
+    def look_ahead(self, arguments: tuple[Tensor, ...], index: int) -> None:
+        """Prepares for the call of a micro-batch to come; `index` is that of its action."""
 
 
 class StageError(AsyncPipeError):
@@ -99,8 +108,7 @@ class Stage:
     A stage without the loss whose outputs need no gradient has no backward: it keeps nothing and
     never recomputes.
 
-    around: makes the module's result from the arguments and the call, which may run in part; None
-        for the call itself
+    around: makes the module's result; None for a call of it
     """
 
     def __init__(
@@ -122,7 +130,7 @@ class Stage:
         self.precision = precision
         self.grad_inputs = tuple(b.tensor.name for b in spec.receives if b.tensor.requires_grad)
         self._grad_outputs = tuple(b.tensor.name for b in spec.sends if b.tensor.requires_grad)
-        self.around: Callable[[tuple[Tensor, ...], Call], Any] | None = None
+        self.around: Around | None = None
         self._batch_norm = batch_norm
         self._loss_seed = loss_seed
         self.has_backward = loss_of is not None or bool(self._grad_outputs)
@@ -179,6 +187,11 @@ class Stage:
                 return _detached(*self._run(forward_inputs, None))
         except Exception as error:
             raise self._error("forward", micro_batch, error) from error
+
+    def look_ahead(self, inputs: Values, index: int) -> None:
+        """Prepares for the forward of a micro-batch to come, whose action has this index."""
+        if self.around is not None:
+            self.around.look_ahead(self._arguments(inputs), index)
 
     def _arguments(self, values: Values) -> tuple[Tensor, ...]:
         return tuple(values[name] for name in self.spec.inputs)

@@ -36,10 +36,10 @@ _NUMBER = struct.Struct("<q")
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _MOST_CHUNK = 1 << 26
 _PATH_BYTES = 128
+_ASKED = 1 << 17
+"""The bytes that are asked for at once: as a rule, kernels read no more ahead."""
 _LEFT = -1
 """The round of a rank that reads no values."""
-_PREFETCHED = 1 << 16
-"""Values of at least so many bytes are asked for together before they are read."""
 
 
 class Entry(NamedTuple):
@@ -149,11 +149,11 @@ class Arena:
         return self._bytes[place : place + size]
 
     def prefetch(self, places: Sequence[int], size: int) -> None:
-        """Lets the kernel read values from the disk, all at once."""
-        if size >= _PREFETCHED:
-            for place in places:
-                start = place // _PAGE * _PAGE
-                self._map.madvise(mmap.MADV_WILLNEED, start, place + size - start)
+        """Lets the kernel read values from the disk, all at once; does not wait for them."""
+        for pages in _pages_of(places, size):
+            for start in range(pages.start, pages.stop, _ASKED):
+                length = min(_ASKED, pages.stop - start)
+                self._map.madvise(mmap.MADV_WILLNEED, start, length)
 
     def _learn(self, key: bytes, entry: Entry) -> None:
         known = self._entries.get(key)
@@ -267,6 +267,21 @@ def _close(files: Iterable[int]) -> None:
 
 def _in_pages(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
+
+
+def _pages_of(places: Iterable[int], size: int) -> list[range]:
+    """The bytes of all pages on which values lie.
+
+    >>> _pages_of([100, 5000, 90000], 6000)
+    [range(0, 12288), range(86016, 98304)]
+    """
+    found: list[range] = []
+    for place in sorted(places):
+        pages = range(place // _PAGE * _PAGE, _in_pages(place + size))
+        if found and pages.start <= found[-1].stop:
+            pages = range(found.pop().start, pages.stop)
+        found.append(pages)
+    return found
 
 
 def _unnamed(folder: Path | None) -> int:

@@ -12,8 +12,9 @@ from ..formatting import write_bytes, write_share
 from ..plan.plan import Plan
 from .blocks import Blocks
 from .reads import NotCachedError, StageReads
-from .stage_cache import Shared, StageCache
+from .stage_cache import StageCache
 from .stages import Builds, is_whole
+from .use import Shared
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Cache(Shared):
     def news(self) -> list[str]:
         """A sentence that was not told yet for each stage that computes frozen blocks again: of all
         samples, or of those for which the file has no room."""
-        found = self._why_not | {n: each.why_not for n, each in self._caches.items()}
+        found = self._why_not | {n: each.use.why_not for n, each in self._caches.items()}
         sentences = [
             f"stage {number} computes its frozen blocks each time: {why}"
             for number, why in sorted(found.items())

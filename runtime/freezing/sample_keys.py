@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,13 +18,55 @@ OF_SAMPLE, OF_PLACE, OF_BATCH = "sample", "place", "batch"
 micro-batch, or also on the other samples."""
 
 
-def sample_keys(
-    facts: object, inputs: Sequence[tuple[Tensor, int | None]], samples: int, scope: str
-) -> list[bytes]:
+Inputs = Sequence[tuple[Tensor, int | None]]
+"""Tensors, each with the dimension that counts samples; None for one that has the same values for
+all samples."""
+
+
+class ShownInputs:
+    """The keys of inputs that are shown before they are used; the last two are known."""
+
+    def __init__(self) -> None:
+        self._shown: deque[_Shown] = deque(maxlen=2)
+
+    def add(self, facts: object, inputs: Inputs, keys: Sequence[bytes]) -> None:
+        self._shown.append(_Shown(facts, [(each, _version(each)) for each, _ in inputs], keys))
+
+    def take(self, facts: object, inputs: Inputs) -> Sequence[bytes] | None:
+        """The keys of these inputs, once; None if they were not shown or have changed since."""
+        shown = next((each for each in self._shown if each.is_of(facts, inputs)), None)
+        if shown is None:
+            return None
+        self._shown.remove(shown)
+        return shown.keys
+
+
+@dataclass(frozen=True, eq=False)
+class _Shown:
+    """Inputs with their versions when they were shown. As long as they are kept, no other tensor
+    has their memory."""
+
+    facts: object
+    tensors: Sequence[tuple[Tensor, int]]
+    keys: Sequence[bytes]
+
+    def is_of(self, facts: object, inputs: Inputs) -> bool:
+        return self.facts == facts and all(
+            own.data_ptr() == other.data_ptr()
+            and own.stride() == other.stride()
+            and _version(other) == version
+            for (own, version), (other, _) in zip(self.tensors, inputs, strict=True)
+        )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def sample_keys(facts: object, inputs: Inputs, samples: int, scope: str) -> list[bytes]:
     """A key for each sample, which has all that its values depend on.
 
     facts: what does not differ between micro-batches
-    inputs: tensors, each with the dimension that counts samples
     """
     start = hashlib.blake2b(repr(facts).encode(), digest_size=KEY_BYTES)
     of_samples = []

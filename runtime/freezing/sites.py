@@ -106,7 +106,6 @@ class Site:
 
     def load(self, arena: Arena, places: Sequence[int], device: torch.device) -> dict[Leaf, Tensor]:
         """The tensors of samples that the arena has."""
-        arena.prefetch(places, self.sample_bytes)
         values = {}
         for leaf, offset in self.offsets.items():
             size = self.forms[leaf].sample_bytes

@@ -14,12 +14,9 @@ part of its key. So results are equal to the last bit with and without a cache.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -28,25 +25,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..executor.instrumented import CACHE_ASKED, CACHE_BYTES, CACHE_HITS, Activities, Activity
+from ..executor.instrumented import CACHE_ASKED, CACHE_BYTES, CACHE_HITS, Activity
 from ..executor.run import in_eval_mode
-from ..formatting import write_ms
 from ..plan.plan import Plan, StageSpec
 from ..rng import GeneratorState, generator_state
 from ..schedule.schedule import Action
-from .arena import Arena, Entry
+from .arena import Entry
 from .reads import Leaf, NotCachedError, StageReads, replaced
-from .sample_keys import OF_BATCH, OF_SAMPLE, orders, reordered, sample_keys
+from .sample_keys import (
+    OF_BATCH,
+    OF_SAMPLE,
+    Inputs,
+    ShownInputs,
+    orders,
+    reordered,
+    sample_keys,
+)
 from .sites import Form, Site, Writing
+from .use import Shared, Use
 
 Call = Callable[[tuple[Tensor, ...]], Any]
 """Runs the stage's module."""
-_LEAST_TIMED, _MOST_TIMED = 4, 24
-"""The micro-batches that are timed to compare loading with computing."""
-
-
-_PASSES = 2
-"""The passes over the data after which some sample must have come again."""
 _MOST_CHANGES = 3
 """How often frozen parameters may be written to at a depth."""
 _SITE_BYTES = 4
@@ -57,28 +56,10 @@ class _EnoughError(Exception):
     """Ends a forward after its last frozen block."""
 
 
-@dataclass
-class Shared:
-    """What the caches of a rank's stages have in common.
-
-    arena: the file that the ranks of the host share
-    activities: the record of the rank's activities
-    is_auto: a stage gives up where loading takes longer than computing, or no sample comes again
-    samples: the samples of the data, if known
-    loads: how often other weights were loaded
-    """
-
-    arena: Arena
-    activities: Activities
-    is_auto: bool
-    samples: int | None = None
-    loads: int = 0
-
-
 class StageCache:
     """Runs one stage at a depth, with what its frozen blocks have computed before.
 
-    why_not: why it computes everything; "" while it does not
+    use: whether it does, or computes everything
     """
 
     def __init__(
@@ -89,7 +70,7 @@ class StageCache:
         reads: StageReads,
         shared: Shared,
     ) -> None:
-        self.why_not = ""
+        self.use = Use(shared, plan.sizes["batch"])
         self._module, self._spec, self._reads = module, spec, reads
         self._shared, self._arena, self._activities = shared, shared.arena, shared.activities
         self._parts = {number: module.get_submodule(path) for number, path in reads.paths.items()}
@@ -105,15 +86,13 @@ class StageCache:
         self._scope = OF_SAMPLE
         self._versions: list[int] = []
         self._changes = 0
-        self._missed = 0.0
         self._returned: dict[int, tuple[list[Any], Any]] = {}
         self._forms: dict[Leaf, Form] = {}
         self._constants: dict[Leaf, Tensor] = {}
         self._stand_ins: dict[Leaf, Tensor] = {}
         self._sites: dict[int, Site | None] = {}
         self._target: Site | None = None
-        self._load_s: list[float] = []
-        self._compute_s: list[float] = []
+        self._shown, self._ahead_s = ShownInputs(), 0.0
 
     @property
     def sample_bytes(self) -> int:
@@ -122,31 +101,61 @@ class StageCache:
 
     def __call__(self, arguments: tuple[Tensor, ...], call: Call) -> Any:
         """The result of a call of the module with these arguments."""
-        if self.why_not or [tuple(each.shape) for each in arguments] != self._shapes:
+        if self.use.why_not or not self._fits(arguments):
             return call(arguments)
         self._activities.cached[CACHE_ASKED] += 1
-        if self._target is None or self._versions != [each._version for each in self._frozen]:
+        if self._target is None or not self._is_as_learned:
             return self._first(arguments, call)
         begin_s = self._clock()
         with self._loading(), self._arena.reading():
-            keys = self._keys(arguments)
-            entries = [self._arena.find(key) for key in keys]
-            start = self._common(entries)
-            places = [entry.place for entry in entries if entry is not None]
+            facts, inputs = self._identity(arguments)
+            shown = self._shown.take(facts, inputs)
+            keys = shown or sample_keys(facts, inputs, self._samples, self._scope)
+            entries, start, places = self._found(keys)
+            if start is not None and shown is None:
+                self._arena.prefetch(places, start.sample_bytes)
             values = start.load(self._arena, places, self._device) if start is not None else {}
-        load_s = self._clock() - begin_s
+        load_s = self._clock() - begin_s + self._ahead_s
+        self._ahead_s = 0.0
         if start is not self._target:
-            self._miss(start)
+            self.use.miss(is_new=start is None)
             writing = Writing(self._arena, self._target, keys, entries)
             return self._compute(arguments, call, start, values, writing, load_s)
         self._activities.cached[CACHE_HITS] += 1
-        self._missed = -math.inf
-        self._time(load_s)
+        self.use.hit(load_s)
         if self._reads.outputs:
             made = tuple(self._value(leaf, values) for leaf in self._reads.outputs)
             return made if len(made) > 1 else made[0]
         with replaced(self._given(start, values)):
             return call(arguments)
+
+    def look_ahead(self, arguments: tuple[Tensor, ...], index: int) -> None:
+        """Lets the kernel read from the disk what a call to come will load."""
+        if self.use.why_not or self._target is None or not self._is_as_learned:
+            return
+        if not self._fits(arguments):
+            return
+        begin_s = perf_counter()
+        with self._loading(index), self._arena.reading():
+            facts, inputs = self._identity(arguments)
+            keys = sample_keys(facts, inputs, self._samples, self._scope)
+            self._shown.add(facts, inputs, keys)
+            _, start, places = self._found(keys)
+            if start is not None:
+                self._arena.prefetch(places, start.sample_bytes)
+        self._ahead_s += perf_counter() - begin_s
+
+    def _fits(self, arguments: tuple[Tensor, ...]) -> bool:
+        return [tuple(each.shape) for each in arguments] == self._shapes
+
+    @property
+    def _is_as_learned(self) -> bool:
+        return self._versions == [each._version for each in self._frozen]
+
+    def _found(self, keys: Sequence[bytes]) -> tuple[list[Entry | None], Site | None, list[int]]:
+        """What the arena has of these samples: the entry of each, their common site and places."""
+        entries = [self._arena.find(key) for key in keys]
+        return entries, self._common(entries), [each.place for each in entries if each is not None]
 
     def _compute(
         self,
@@ -177,21 +186,21 @@ class StageCache:
         with self._loading():
             writing.finish()
         if start is None and writing.is_whole:
-            self._time(load_s + writing.seconds, compute_s)
+            self.use.time(load_s + writing.seconds, compute_s)
         return result
 
     def _first(self, arguments: tuple[Tensor, ...], call: Call) -> Any:
         """Computes everything, and learns how the frozen blocks can be left out."""
         self._changes += bool(self._versions)
         if self._changes > _MOST_CHANGES:
-            self.why_not = "its frozen parameters are written to again and again"
+            self.use.why_not = "its frozen parameters are written to again and again"
             return call(arguments)
         self._versions = [each._version for each in self._frozen]
         self._device = arguments[0].device if arguments else self._device
         try:
             kept = set(self._reads.kept(self._reads.last))
         except NotCachedError as error:
-            self.why_not = error.what
+            self.use.why_not = error.what
             return call(arguments)
         found: dict[Leaf, Tensor] = {}
         drawing = set[str]()
@@ -222,11 +231,11 @@ class StageCache:
                 raise NotCachedError(f"{min(drawing)} draws random numbers")
             self._learn(arguments, call, found)
         except NotCachedError as error:
-            self.why_not = error.what
+            self.use.why_not = error.what
             return result
         assert self._target is not None
         with self._loading(), self._arena.reading():
-            keys = self._keys(arguments)
+            keys = sample_keys(*self._identity(arguments), self._samples, self._scope)
             entries = [self._arena.find(key) for key in keys]
             writing = Writing(self._arena, self._target, keys, entries)
             for leaf in kept:
@@ -314,8 +323,8 @@ class StageCache:
                     self._sites[number] = site if site.number == number else None
         return self._sites[number]
 
-    def _keys(self, arguments: tuple[Tensor, ...]) -> list[bytes]:
-        """The key of each sample."""
+    def _identity(self, arguments: tuple[Tensor, ...]) -> tuple[object, Inputs]:
+        """What the keys of samples have in common, and the tensors that tell samples apart."""
         names = [self._inputs[place].name for place in self._read]
         facts = (
             self._loads,
@@ -328,7 +337,7 @@ class StageCache:
             (os.getpid(), self._changes) if self._changes else (),
         )
         inputs = [(arguments[place], self._inputs[place].batch_dim) for place in self._read]
-        return sample_keys(facts, inputs, self._samples, self._scope)
+        return facts, inputs
 
     def _given(self, start: Site | None, values: Mapping[Leaf, Tensor]) -> _Forwards:
         """Forwards that return what was kept, for the blocks up to that of `start`."""
@@ -385,37 +394,8 @@ class StageCache:
             if after is None or number > after.last
         }
 
-    def _miss(self, start: Site | None) -> None:
-        """Takes note of a micro-batch that is computed; gives up if no sample ever comes again."""
-        if start is not None:
-            self._missed = -math.inf
-        self._missed += self._samples
-        all_samples = self._shared.samples
-        if not self._shared.is_auto:
-            return
-        if self._missed > _PASSES * all_samples if all_samples else self._arena.is_full:
-            self.why_not = "no sample has come again with the same values"
-
-    def _time(self, load_s: float, compute_s: float | None = None) -> None:
-        """Takes note of times; gives up if loading takes longer than computing."""
-        if not self._is_timed:
-            return
-        self._load_s.append(load_s)
-        self._compute_s += [] if compute_s is None else [compute_s]
-        if min(len(self._load_s), len(self._compute_s)) >= _LEAST_TIMED:
-            load_ms, compute_ms = 1000 * median(self._load_s), 1000 * median(self._compute_s)
-            if load_ms > compute_ms:
-                self.why_not = (
-                    f"loading takes {write_ms(load_ms)} and computing {write_ms(compute_ms)} for "
-                    "a micro-batch"
-                )
-
-    @property
-    def _is_timed(self) -> bool:
-        return self._shared.is_auto and len(self._load_s) < _MOST_TIMED
-
     def _clock(self) -> float:
-        if self._is_timed and self._device.type == "cuda":
+        if self.use.is_timed and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return perf_counter()
 
@@ -423,10 +403,10 @@ class StageCache:
         return generator_state(self._device, self._spec.draws_numbers)
 
     @contextmanager
-    def _loading(self) -> Iterator[None]:
-        current = self._activities.now[0]
-        action = Action(self._spec.index, "F", current.index)
-        with self._activities.during(Activity("cache", action, current.index)):
+    def _loading(self, index: int | None = None) -> Iterator[None]:
+        index = self._activities.now[0].index if index is None else index
+        action = Action(self._spec.index, "F", index)
+        with self._activities.during(Activity("cache", action, index)):
             yield
             self._activities.cached[CACHE_BYTES] += self._arena.take_growth()
 

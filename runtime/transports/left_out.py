@@ -46,6 +46,9 @@ class LeftOutTransport:
     def recv(self, channel: Channel, index: int) -> MadeHandle:
         return MadeHandle(channel, index)
 
+    def arrived(self, handle: Handle) -> bool:
+        return True
+
     def wait(self, handle: Handle) -> Tensor:
         channel = handle.channel
         if channel.name == GENERATOR_STATE:

@@ -216,6 +216,10 @@ class MpiTransport:
             self._progress.add(message)
         return MpiHandle(channel, index, message)
 
+    def arrived(self, handle: Handle) -> bool:
+        assert isinstance(handle, MpiHandle)
+        return handle.message.is_over
+
     def wait(self, handle: Handle) -> Tensor:
         assert isinstance(handle, MpiHandle)
         channel, index = handle.channel, handle.index

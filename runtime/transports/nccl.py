@@ -156,6 +156,9 @@ class NcclTransport:
         self._drain()
         return NcclHandle(channel, index)
 
+    def arrived(self, handle: Handle) -> bool:
+        return False  # the host does not follow the stream that receives
+
     def wait(self, handle: Handle) -> Tensor:
         channel, index = handle.channel, handle.index
         lane = _lane(channel)

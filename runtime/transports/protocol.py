@@ -124,6 +124,9 @@ class Transport(Protocol):
     def recv(self, channel: Channel, index: int) -> Handle:
         """Posts the receive of message `index`, and returns at once."""
 
+    def arrived(self, handle: Handle) -> bool:
+        """True if the message is known to be here, so that `wait` returns at once."""
+
     def wait(self, handle: Handle) -> Tensor:
         """The tensor, which the caller may keep or write to.
 
@@ -222,6 +225,9 @@ class CastingTransport:
     def recv(self, channel: Channel, index: int) -> Handle:
         return self._transport.recv(channel, index)
 
+    def arrived(self, handle: Handle) -> bool:
+        return self._transport.arrived(handle)
+
     def wait(self, handle: Handle) -> Tensor:
         tensor = self._transport.wait(handle)
         return tensor.to(self._at_stages(handle.channel) or tensor.dtype)
@@ -292,6 +298,9 @@ class LocalTransport:
 
     def recv(self, channel: Channel, index: int) -> LocalHandle:
         return LocalHandle(channel, index, self.hub.messages)
+
+    def arrived(self, handle: Handle) -> bool:
+        return handle.ready
 
     def wait(self, handle: Handle) -> Tensor:
         if not handle.ready:

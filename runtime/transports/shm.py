@@ -157,6 +157,12 @@ class ShmTransport:
             self._expected[key].append(handle)
         return handle
 
+    def arrived(self, handle: Handle) -> bool:
+        assert isinstance(handle, ShmHandle)
+        if handle.message is None:
+            self._progress(0.0)
+        return handle.message is not None
+
     def wait(self, handle: Handle) -> Tensor:
         assert isinstance(handle, ShmHandle) and not handle.is_taken
         channel = handle.channel

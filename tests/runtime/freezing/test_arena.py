@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,6 +96,32 @@ def test_no_more_is_kept_than_the_size(tmp_path: Path) -> None:
     assert first.take(SIZE) is None and second.take(SIZE) is None and first.is_full
     (alone,) = opened(tmp_path, 1, size=100)
     assert alone.take(101) is None and alone.take(60) is not None and alone.take(60) is None
+
+
+def resident(arena: Arena, place: int) -> bool:
+    """True if all pages of a value are in memory."""
+    address = arena.at(place, SIZE).ctypes.data
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    pages = (ctypes.c_ubyte * -(-(address + SIZE - begin) // mmap.PAGESIZE))()
+    length = ctypes.c_size_t(address + SIZE - begin)
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), length, pages) == 0
+    return all(page & 1 for page in pages)
+
+
+def test_the_kernel_reads_the_values_that_are_asked_for_and_no_others(tmp_path: Path) -> None:
+    (arena,) = opened(tmp_path, 1)
+    places = [written(arena, key, 1, number) for number, key in enumerate(KEYS)]
+    for drop in (arena._map.flush, lambda: arena._map.madvise(mmap.MADV_DONTNEED)):
+        drop()
+    os.posix_fadvise(arena._file, 0, 0, os.POSIX_FADV_DONTNEED)
+    # A file system in memory, such as tmpfs, drops nothing.
+    before = [resident(arena, place) for place in places]
+    arena.prefetch([places[3], places[0]], SIZE)
+    end_s = time.monotonic() + 10
+    while not (resident(arena, places[0]) and resident(arena, places[3])):
+        assert time.monotonic() < end_s
+    assert [resident(arena, place) for place in places[1:3]] == before[1:3]
+    assert [set(arena.at(place, SIZE)) for place in places] == [{0}, {1}, {2}, {3}]
 
 
 def test_nothing_is_left_of_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

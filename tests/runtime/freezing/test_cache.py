@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import asyncpipe
+from asyncpipe.runtime.freezing.arena import Arena
 from asyncpipe.runtime.freezing.reads import Leaf, NotCachedError, StageReads
+from asyncpipe.runtime.freezing.sites import Site
 from asyncpipe.runtime.freezing.stage_cache import StageCache
 from asyncpipe.runtime.freezing.stages import plan_at
 from asyncpipe.runtime.plan.plan import read_plan
@@ -137,21 +141,48 @@ def test_only_blocks_that_froze_since_run_again(folders: Path) -> None:
             assert calls["blocks.0.layer"] == 2 and calls["blocks.2.layer"] == 5
 
 
+def test_what_a_micro_batch_needs_is_asked_for_before_the_one_before_it(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, tuple[int, ...]]] = []
+    prefetch, load = Arena.prefetch, Site.load
+
+    def asking(arena: Arena, places: Sequence[int], size: int) -> None:
+        events.append(("ask", tuple(places)))
+        prefetch(arena, places, size)
+
+    def loading(site: Site, arena: Arena, places: Sequence[int], device: torch.device) -> Any:
+        events.append(("load", tuple(places)))
+        return load(site, arena, places, device)
+
+    monkeypatch.setattr(Arena, "prefetch", asking)
+    monkeypatch.setattr(Site, "load", loading)
+    pipe, optimizer = pipeline(folders / "blocks", cache="1MiB")
+    for batch in batches(8):
+        events.clear()
+        pipe.step(batch, optimizer=optimizer)
+    asks, loads = ([places for kind, places in events if kind == of] for of in ("ask", "load"))
+    assert len(loads) == 12 and sorted(asks) == sorted(loads)
+    # Those of stage 0: the inputs of later stages in the same process are known when they are due.
+    for earlier, later in pairwise(loads[::3]):
+        assert events.index(("ask", later)) < events.index(("load", earlier))
+
+
 def test_an_automatic_cache_gives_up_where_it_is_of_no_use(folders: Path) -> None:
     pipe, optimizer = pipeline(folders / "blocks", cache="auto")
     for batch in batches(3):
         pipe.step(batch, optimizer=optimizer)
     caches = [stage.around for stage in pipe.executor.stages.values()]
     first, second = (cache for cache in caches if isinstance(cache, StageCache))
-    first.why_not = second.why_not = ""
+    first.use.why_not = second.use.why_not = ""
     for _ in range(4):
-        first._time(2.0, 1.0)
-    assert first.why_not.startswith("loading takes") and not second.why_not
+        first.use.time(2.0, 1.0)
+    assert first.use.why_not.startswith("loading takes") and not second.use.why_not
     assert pipe.cache is not None
     pipe.cache.samples = 16
     for _ in range(9):
-        second._miss(None)
-    assert second.why_not == "no sample has come again with the same values"
+        second.use.miss(is_new=True)
+    assert second.use.why_not == "no sample has come again with the same values"
     told = pipe.cache.news()
     assert len(told) == 2 and "stage 0 computes its frozen blocks each time: loading" in told[0]
 

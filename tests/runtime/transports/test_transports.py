@@ -179,6 +179,27 @@ def test_messages_are_found_by_channel_and_index_in_any_order(kind: str) -> None
     converse(kind, 2, shuffled)
 
 
+def noticed(transport: Transport) -> Steps:
+    if transport.rank == 0:
+        yield from receive(transport, BACK, 0)
+        transport.send(LARGE, content(LARGE, 0), 0)
+        transport.send(HIDDEN, content(HIDDEN, 0), 0)
+    else:
+        handle = transport.recv(LARGE, 0)
+        assert not transport.arrived(handle)
+        transport.send(BACK, content(BACK, 0), 0)
+        yield from receive(transport, HIDDEN, 0)
+        end_s = time.monotonic() + 10
+        while not transport.arrived(handle):
+            assert time.monotonic() < end_s
+        assert same_bits(transport.wait(handle), content(LARGE, 0))
+
+
+@pytest.mark.parametrize("kind", ["local", "shm", "mpi"])
+def test_a_message_is_known_to_have_arrived_before_it_is_waited_for(kind: str) -> None:
+    converse(kind, 2, noticed)
+
+
 def repeated(transport: Transport) -> Steps:
     for value in range(5):
         if transport.rank == 0:
