@@ -37,6 +37,8 @@ class Blocks:
     before: the parameters that freeze with each block: those between it and the block before it
     head: the parameters after the last block
     other_names: the other names of a parameter with several, which is named above by its first one
+    feeding: the modules without parameters outside the blocks that a block depends on, each with
+        the number of the first such block; None as long as they are not known
     """
 
     paths: tuple[str, ...]
@@ -44,6 +46,7 @@ class Blocks:
     before: tuple[tuple[str, ...], ...]
     head: tuple[str, ...]
     other_names: Mapping[str, tuple[str, ...]]
+    feeding: Mapping[str, int] | None = None
 
     def __len__(self) -> int:
         return len(self.paths)

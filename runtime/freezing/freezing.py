@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from torch import nn
 
@@ -18,7 +19,7 @@ from .blocks import FreezeError, blocks_of
 from .cache import Cache
 from .plasticity import Similarities
 from .rules import GRADNORM, PLASTICITY, Progress, Rule
-from .stages import Builds, check_modes, freeze_stage, plan_at
+from .stages import Builds, check_modes, feeding_of, freeze_stage, plan_at
 
 
 class Freezing:
@@ -121,6 +122,9 @@ class Freezing:
     def apply(self) -> Plan:
         """Freezes the stages as far as the progress says; returns the plan at this depth."""
         depth, plan = self.progress.depth, self._plan
+        if self.blocks.feeding is None:
+            found = feeding_of(plan, self.blocks, self._builds)
+            self.blocks = replace(self.blocks, feeding=found)
         if depth != self._planned_depth:
             plan = plan_at(plan, self.blocks, depth, self._builds)
         for stage, module in self._modules.items():

@@ -8,7 +8,7 @@ known to leave these blocks out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import AsyncPipeError
@@ -24,32 +23,15 @@ from ..executor.loading import run_stage
 from ..executor.precision import running_on_fake_tensors
 from ..plan.plan import Plan, StageSpec
 from .blocks import Blocks
+from .marks import DRAWN, INPUT, TRAINED, Leaf, Marks
 from .stages import freeze_stage, is_called
 
-INPUT = -1
-"""The block number of a stage's input in a leaf."""
 WRITES = -1
 """The number in a leaf that stands for an input that the block writes to."""
 
 
 class NotCachedError(AsyncPipeError):
     """The reason why what a stage's frozen blocks compute cannot be kept."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Leaf:
-    """A tensor that a frozen block returns, or that the stage does.
-
-    block: the number of the block; that of all blocks stands for the stage as a whole
-    number: its place among what that returns
-    """
-
-    block: int
-    number: int
-
-
-TRAINED, DRAWN = Leaf(INPUT, -1), Leaf(INPUT, -2)
-"""The marks of what depends on something that trains, and on random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +162,7 @@ class StageReads:
         """The marks that arrive at the outputs without the frozen blocks up to one of them."""
         with self._running(self._plan, training) as (module, given, marks):
             called = self._called(module)
-            recorded = _Recorded(_Marks(), called)
+            recorded = _Recorded(Marks(), called)
             with replaced(recorded.forwards()):
                 run_stage(self._spec, module, given)
             left_out = {number: part for number, part in called.items() if number <= last}
@@ -196,7 +178,7 @@ class StageReads:
     @contextmanager
     def _running(
         self, plan: Plan, training: bool
-    ) -> Iterator[tuple[nn.Module, dict[str, Tensor], _Marks]]:
+    ) -> Iterator[tuple[nn.Module, dict[str, Tensor], Marks]]:
         specs = {tensor.name: tensor for tensor in (*plan.inputs, *plan.values)}
         with running_on_fake_tensors(plan), nullcontext() if training else torch.no_grad():
             module = self._build()
@@ -210,7 +192,7 @@ class StageReads:
                 for name in self._spec.inputs
             }
             try:
-                yield module, given, _Marks()
+                yield module, given, Marks()
             except AsyncPipeError:
                 raise
             except Exception as error:
@@ -249,7 +231,7 @@ class _Recorded:
     outputs: the leaves that the stage returns
     """
 
-    def __init__(self, marks: _Marks, parts: Mapping[int, nn.Module]) -> None:
+    def __init__(self, marks: Marks, parts: Mapping[int, nn.Module]) -> None:
         self._marks, self._parts = marks, parts
         self.calls: dict[int, tuple[list[Any], Any]] = {}
         self.leaves: dict[Leaf, Tensor] = {}
@@ -288,7 +270,7 @@ class _Recorded:
             made.get(id(value), Leaf(whole, number)) for number, value in enumerate(outputs)
         )
 
-    def stand_in(self, block: int, marks: _Marks) -> Callable[..., Any]:
+    def stand_in(self, block: int, marks: Marks) -> Callable[..., Any]:
         """A forward that returns marked tensors of the same shapes, and marks the inputs that the
         block would write to."""
 
@@ -344,70 +326,6 @@ def _state_of(module: nn.Module) -> list[tuple[int, int]]:
 
 def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) else 0
-
-
-class _Marks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Passes the marks of what operations read on to what they make; memory has marks, so views of
-    a tensor share them.
-
-    steering: the marks of tensors whose values were read by the program
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.steering: set[Leaf] = set()
-        self._of: dict[int, set[Leaf]] = {}
-        self._alive: list[Tensor] = []  # memory that is freed would give its identity away
-
-    def add(self, value: Any, leaves: Iterable[Leaf]) -> None:
-        """Marks a tensor."""
-        self._alive.append(value)
-        self._of.setdefault(value.untyped_storage()._cdata, set()).update(leaves)
-
-    def of(self, value: Tensor) -> set[Leaf]:
-        """The marks of a tensor."""
-        return self._of.get(value.untyped_storage()._cdata, set())
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = tree_leaves((args, kwargs))
-        read = set[Leaf]().union(*(self.of(each) for each in given if isinstance(each, Tensor)))
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name.endswith("_like") or name.startswith("new_"):  # which read shapes alone
-            read = set()
-        if _draws(func, args, kwargs or {}):
-            read |= {DRAWN}
-        if not read:
-            return result
-        written = [
-            value
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        for value in tree_leaves((result, written)):
-            if isinstance(value, Tensor):
-                self.add(value, read)
-            elif isinstance(value, int | float):
-                self.steering |= read
-        return result
-
-
-def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True for an operation that draws random numbers with these arguments."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    arguments = func._schema.arguments
-    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    given |= {each.name: value for each, value in zip(arguments, args, strict=False)}
-    given |= kwargs
-    is_on = given.get("train", True) is not False and given.get("training", True) is not False
-    return is_on and given.get("dropout_p", 1.0) != 0
 
 
 def _rows_of(shape: Sequence[int], twice: Sequence[int], samples: int) -> Rows | None:

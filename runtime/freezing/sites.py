@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .arena import Arena, Entry
-from .reads import Leaf, Rows
+from .marks import Leaf
+from .reads import Rows
 
 Bytes = npt.NDArray[np.uint8]
 """The bytes of each sample, as rows."""

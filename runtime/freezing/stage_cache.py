@@ -31,7 +31,8 @@ from ..plan.plan import Plan, StageSpec
 from ..rng import GeneratorState, generator_state
 from ..schedule.schedule import Action
 from .arena import Entry
-from .reads import Leaf, NotCachedError, StageReads, replaced
+from .marks import Leaf
+from .reads import NotCachedError, StageReads, replaced
 from .sample_keys import (
     OF_BATCH,
     OF_SAMPLE,

@@ -5,9 +5,9 @@ them: autograd makes no graph below the first parameter that trains, and a bound
 depends on none that trains needs no gradient. Which tensors these are is found by running all
 stages once on fake tensors.
 
-Modules outside the blocks are in evaluation mode with the block that they freeze with, and so is
-what a model defines before them, such as the dropout of its embeddings. A stage without anything
-that trains, neither in it nor before it, is in evaluation mode as a whole.
+A module outside the blocks is in evaluation mode when all of its parameters are frozen, and one
+without parameters, such as the dropout of embeddings, when a frozen block depends on what it
+returns. The latter is found by running all stages too, so it is the same for every cut.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import PlanError
 from ..executor.loading import run_stage
 from ..executor.precision import running_on_fake_tensors
 from ..plan.plan import Boundary, Plan, StageSpec
 from .blocks import Blocks, FreezeError
+from .marks import INPUT, Leaf, Marks
 
 Builds = Sequence[Callable[[], nn.Module]]
 """The constructors of all stages of a plan, in order."""
@@ -96,34 +98,54 @@ def freeze_parameters(module: nn.Module, frozen: frozenset[str]) -> None:
 def freeze_stage(module: nn.Module, spec: StageSpec, blocks: Blocks, depth: int) -> None:
     """Freezes the parameters of a stage, and sets its frozen modules to evaluation mode; `spec` is
     that of the plan at this depth."""
-    freeze_parameters(module, blocks.frozen(depth))
-    for part in _frozen_modules(module, spec, blocks, depth):
-        part.training = False
+    frozen = blocks.frozen(depth)
+    freeze_parameters(module, frozen)
+    feeding = blocks.feeding or {}
+    for path, part in module.named_modules():
+        own = [name for name, _ in part.named_parameters(path, remove_duplicate=False)]
+        is_frozen = frozen.issuperset(own) if own else feeding.get(path, depth) < depth
+        if is_frozen or _is_within(path, blocks.paths[:depth]):
+            part.training = False
+    if is_whole(module, spec):  # whose own code may be that of a block, without parameters
+        module.training = False
 
 
-def _frozen_modules(
-    module: nn.Module, spec: StageSpec, blocks: Blocks, depth: int
-) -> Iterator[nn.Module]:
-    if not depth:
-        return
-    if is_whole(module, spec):
-        yield from module.modules()
-        return
-    parts = list(module.named_modules())
-    frozen, frozen_blocks = blocks.first_names(depth), blocks.paths[:depth]
-    last = max(
-        (
-            place
-            for place, (path, part) in enumerate(parts)
-            if _is_within(path, frozen_blocks)
-            or any(name in frozen for name, _ in part.named_parameters(path, recurse=False))
-        ),
-        default=-1,
-    )
-    for path, part in parts[: last + 1]:
-        has_trained = any(parameter.requires_grad for parameter in part.parameters())
-        if not has_trained and not _is_within(path, blocks.paths[depth:]):
-            yield part
+def feeding_of(plan: Plan, blocks: Blocks, builds: Builds) -> dict[str, int]:
+    """The modules without parameters outside the blocks that a block depends on, each with the
+    number of the first such block. Raises PlanError if a stage cannot run on fake tensors."""
+    marks, paths = Marks(), list[str]()
+    feeding: dict[str, int] = {}
+
+    def give(block: int, values: Any) -> None:
+        for value in _tensors(values):
+            for mark in marks.of(value):
+                if mark.number >= 0:
+                    path = paths[mark.number]
+                    feeding[path] = min(block, feeding.get(path, block))
+
+    def take(path: str, values: Any) -> None:
+        for value in _tensors(values):
+            marks.add(value, {Leaf(INPUT, len(paths))})
+        paths.append(path)
+
+    with running_on_fake_tensors(plan) as values:
+        for spec, build in zip(plan.stages, builds, strict=True):
+            module = build()
+            for path, part in module.named_modules():
+                block = _block_with(path, blocks.paths)
+                if block is not None:
+                    part.register_forward_pre_hook(
+                        lambda part, args, kwargs, block=block: give(block, (args, kwargs)),
+                        with_kwargs=True,
+                    )
+                elif path and not any(True for _ in part.parameters()):
+                    part.register_forward_hook(
+                        lambda part, args, output, path=path: take(path, output)
+                    )
+            given = {name: values[name] for name in spec.inputs}
+            with marks:
+                values |= fake_forward(spec, module, given, "the modules that its blocks read")
+    return feeding
 
 
 def is_whole(module: nn.Module, spec: StageSpec) -> bool:
@@ -168,4 +190,15 @@ def is_called(module: nn.Module, path: str) -> bool:
 
 
 def _is_within(path: str, blocks: Sequence[str]) -> bool:
-    return any(path == block or path.startswith(f"{block}.") for block in blocks)
+    return _block_with(path, blocks) is not None
+
+
+def _block_with(path: str, blocks: Sequence[str]) -> int | None:
+    """The number of the block that has a module."""
+    return next(
+        (n for n, block in enumerate(blocks) if path == block or path.startswith(f"{block}.")), None
+    )
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (value for value in tree_leaves(values) if isinstance(value, Tensor))

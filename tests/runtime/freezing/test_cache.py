@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.runtime.freezing.arena import Arena
-from asyncpipe.runtime.freezing.reads import Leaf, NotCachedError, StageReads
+from asyncpipe.runtime.freezing.marks import Leaf
+from asyncpipe.runtime.freezing.reads import NotCachedError, StageReads
 from asyncpipe.runtime.freezing.sites import Site
 from asyncpipe.runtime.freezing.stage_cache import StageCache
 from asyncpipe.runtime.freezing.stages import plan_at
