@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from torch import nn
 
 from ..executor.instrumented import CACHE_FIGURES
 from ..executor.stage import Stage
 from ..formatting import write_bytes, write_share
-from ..plan.plan import Plan
+from ..plan.plan import Plan, StageSpec
 from .blocks import Blocks
 from .reads import NotCachedError, StageReads
 from .stage_cache import StageCache
@@ -42,7 +44,7 @@ class Cache(Shared):
             if not whole and frozen.isdisjoint(spec.parameters):
                 continue
             try:
-                reads = StageReads(plan, spec, builds[number], blocks, depth, whole)
+                reads = _reads_of(plan, spec, builds[number], blocks, depth, whole)
             except NotCachedError as error:
                 self._why_not[number] = error.what
                 continue
@@ -80,3 +82,23 @@ class Cache(Shared):
             f"{write_bytes(self.arena.size)} are full, so stage {stage} computes the frozen blocks "
             f"of other samples each time; {count} {write_bytes(each * (self.samples or 1))} there"
         )
+
+
+def _reads_of(
+    plan: Plan,
+    spec: StageSpec,
+    build: Callable[[], nn.Module],
+    blocks: Blocks,
+    depth: int,
+    is_whole: bool,
+) -> StageReads:
+    """What must be known to leave out the frozen blocks of a stage, or all of one that is frozen as
+    a whole, unless it draws random numbers after its blocks. Raises NotCachedError."""
+    if is_whole:
+        try:
+            reads = StageReads(plan, spec, build, blocks, depth, True)
+            reads.kept(reads.last)
+            return reads
+        except NotCachedError:
+            pass
+    return StageReads(plan, spec, build, blocks, depth, False)
