@@ -6,6 +6,7 @@ Runs, comparisons and a `Pipeline` in a loop of the user's own train with the sa
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
@@ -18,7 +19,7 @@ from ..config.batch_layout import StepBatch
 from ..config.mixed_precision import precision_of
 from ..config.segments import RunSegment, schedule_of
 from ..config.settings import RunConfig
-from ..data.task import TARGET, sizes_of
+from ..data.task import GIVEN, TARGET, sizes_of
 from ..executor.compiled import compile_again, compile_stage
 from ..executor.executor import Executor
 from ..executor.loading import load_stage, load_stage_class
@@ -288,6 +289,16 @@ class TrainedStages:
         yield from self.executor.paused(schedule, feed, **options)
         for step in segment.steps if not self.modules else ():
             self.stepper.be_idle(step + 1)
+        if self.config.data == GIVEN:
+            self._warn_of_cache()
+
+    def _warn_of_cache(self) -> None:
+        """Warns a loop of the user's own of what the cache of this rank cannot keep."""
+        if self.cache is None:
+            return
+        for text in self.cache.news():
+            self.cache.told.add(text)
+            warnings.warn(f"cache: {text}", stacklevel=2)
 
 
 def _exchanged(plan: Plan, config: RunConfig) -> Plan:

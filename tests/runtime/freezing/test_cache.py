@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import asyncpipe
 from asyncpipe.runtime.freezing.arena import Arena
 from asyncpipe.runtime.freezing.marks import Leaf
 from asyncpipe.runtime.freezing.reads import NotCachedError, StageReads
+from asyncpipe.runtime.freezing.sample_keys import ShownInputs
 from asyncpipe.runtime.freezing.sites import Site
 from asyncpipe.runtime.freezing.stage_cache import StageCache
 from asyncpipe.runtime.freezing.stages import plan_at
@@ -228,7 +230,7 @@ class Model(nn.Module):
         super().__init__()
         self.kind = kind
         self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.side, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.side = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 4)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -236,7 +238,7 @@ class Model(nn.Module):
         if self.kind == "trained before":
             h = self.side(x)
         if self.kind == "drawn before":
-            h = self.drop(x)
+            h = F.dropout(x, 0.5, self.training)
         if self.kind == "over samples":
             mask = mask.mean(0, keepdim=True)
         for block in self.blocks:
@@ -282,3 +284,23 @@ def test_blocks_that_depend_on_more_than_their_sample_are_not_cached(
     reads = reads_of(kind, tmp_path / "model")
     with pytest.raises(NotCachedError, match=why):
         reads.kept(reads.last)
+    pipe = Pipeline(
+        tmp_path / "model", loss="cross_entropy", micro_batches=1, freeze="1=2", freeze_every=1,
+        cache="1MiB",
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    batch = torch.randn(4, WIDTH), torch.rand(4, WIDTH), torch.randint(4, (4,))
+    pipe.step(batch, optimizer=optimizer)
+    with pytest.warns(UserWarning, match=f"stage 0 computes its frozen blocks each time: {why}"):
+        pipe.step(batch, optimizer=optimizer)
+
+
+def test_the_keys_of_inputs_hold_as_long_as_these_do_not_change() -> None:
+    shown, x, keys = ShownInputs(), torch.ones(2, WIDTH), [b"0", b"1"]
+    shown.add("facts", [(x, 0)], keys)
+    assert shown.take("other", [(x, 0)]) is shown.take("facts", [(x.clone(), 0)]) is None
+    assert shown.take("facts", [(x.detach(), 0)]) == keys
+    assert shown.take("facts", [(x, 0)]) is None
+    shown.add("facts", [(x, 0)], keys)
+    x.view(-1)[0] = 2
+    assert shown.take("facts", [(x, 0)]) is None
