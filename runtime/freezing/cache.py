@@ -65,7 +65,7 @@ class Cache(Shared):
     def news(self) -> list[str]:
         """A sentence that was not told yet for each stage that computes frozen blocks again: of all
         samples, or of those for which the file has no room."""
-        found = self._why_not | {n: each.use.why_not for n, each in self._caches.items()}
+        found = self._why_not | {n: each.why_not for n, each in self._caches.items()}
         sentences = [
             f"stage {number} computes its frozen blocks each time: {why}"
             for number, why in sorted(found.items())

@@ -79,6 +79,7 @@ class StageCache:
         specs = {tensor.name: tensor for tensor in (*plan.inputs, *plan.values)}
         self._inputs = [specs[name] for name in spec.inputs]
         self._shapes = [tensor.resolve(plan.sizes) for tensor in self._inputs]
+        self._other: list[tuple[int, ...]] = []
         self._read: list[int] = []
         self._samples = plan.sizes["batch"]
         self._of_model = {tensor.name for tensor in plan.inputs}
@@ -100,9 +101,25 @@ class StageCache:
         """The bytes that are kept of a sample; 0 before the first micro-batch."""
         return self._target.sample_bytes if self._target is not None else 0
 
+    @property
+    def why_not(self) -> str:
+        """Why it computes everything, or has done so until now; "" for another one."""
+        if self.use.why_not or self._target is not None:
+            return self.use.why_not
+        for tensor, planned, other in zip(self._inputs, self._shapes, self._other, strict=False):
+            if planned != other:
+                return (
+                    f"{tensor.name} of a micro-batch has the sizes {list(other)}, and the plan has "
+                    f"{list(planned)}"
+                )
+        return ""
+
     def __call__(self, arguments: tuple[Tensor, ...], call: Call) -> Any:
         """The result of a call of the module with these arguments."""
-        if self.use.why_not or not self._fits(arguments):
+        if self.use.why_not:
+            return call(arguments)
+        if not self._fits(arguments):
+            self._other = self._other or [tuple(each.shape) for each in arguments]
             return call(arguments)
         self._activities.cached[CACHE_ASKED] += 1
         if self._target is None or not self._is_as_learned:

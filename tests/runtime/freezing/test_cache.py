@@ -295,6 +295,17 @@ def test_blocks_that_depend_on_more_than_their_sample_are_not_cached(
         pipe.step(batch, optimizer=optimizer)
 
 
+def test_a_loop_whose_micro_batches_are_not_the_planned_ones_is_warned(folders: Path) -> None:
+    pipe, optimizer = pipeline(folders / "blocks", cache="1MiB")
+    halves = [(x[:8], target[:8]) for x, target in batches(3)]
+    for batch in halves[:2]:
+        pipe.step(batch, optimizer=optimizer)
+    with pytest.warns(
+        UserWarning, match=r"x\w* of a micro-batch has the sizes \[2, 16\], and the p"
+    ):
+        pipe.step(halves[2], optimizer=optimizer)
+
+
 def test_the_keys_of_inputs_hold_as_long_as_these_do_not_change() -> None:
     shown, x, keys = ShownInputs(), torch.ones(2, WIDTH), [b"0", b"1"]
     shown.add("facts", [(x, 0)], keys)
