@@ -1,90 +1,123 @@
-"""Memory and time of a step with `--zero` 0, 1 and 2, on the same model and replicas.
+"""Memory and time of a step with `zero` 0, 1 and 2, on the same model and replicas.
 
 For each layout and optimizer the levels run one after the other, in several rounds; every run has
-fresh processes, because the peak of a process's memory is that of its life. Planned and measured
-memory are those of the fullest rank, without what a process has before it loads its stages. Times
-are medians over the steps of all rounds but the first of each run.
+fresh processes of one thread. The memory of a rank is the most that it holds after its first step,
+beyond what it held before it loaded its stages; the table has the fullest rank, planned and
+measured. Times are medians over the steps of all rounds but the first of each run.
 
 python benchmarks/zero.py --rounds 3
 """
 
 import argparse
-import math
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from gpt import GPT, tokens_of
 from machine import write_result
+from ranks import forget_peak, peak_bytes, resident_bytes
 
-from asyncpipe.runtime.monitoring.run_files import read_run
-from asyncpipe.runtime.reports.measures import rank_memory
+import asyncpipe
+from asyncpipe.runtime.plan.trust import code_hashes
+from asyncpipe.runtime.sharding.planned import with_shares
+from asyncpipe.runtime.training.run_summary import together
 
 LEVELS = (0, 1, 2)
+TOKENS = 128
 
 
 class Layout(NamedTuple):
-    """Stages, replicas and schedule of a run, and the micro-batches of each replica."""
+    """The stages, replicas and micro-batches of each replica of a run."""
 
-    name: str
     stages: int
-    options: tuple[str, ...]
+    replicas: int
+    micro_batches: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.stages} stage{'s' * (self.stages > 1)} x {self.replicas} replicas"
 
 
-LAYOUTS = (
-    Layout(
-        "1 stage x 2 replicas", 1, ("--schedule", "ddp", "--replicas", "2", "--micro-batches", "8")
-    ),
-    Layout(
-        "2 stages x 2 replicas",
-        2,
-        ("--schedule", "1f1b", "--replicas", "2", "--micro-batches", "4"),
-    ),
-)
+LAYOUTS = (Layout(1, 2, 4), Layout(2, 2, 4))
 
 
-def call(folder: Path, program: str, *words: str) -> None:
-    path = shutil.which(program, path=f"{sys.prefix}/bin")
-    assert path is not None
-    subprocess.run([path, *words], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-
-
-def partition(folder: Path, layout: Layout, optimizer: str, width: int) -> str:
-    net = f"gpt_{layout.stages}p_{optimizer}"
-    model = Path(__file__).parent / "gpt.py"
-    call(
+def worker(
+    rank: int,
+    folder: str,
+    layout: Layout,
+    optimizer: str,
+    zero: int,
+    steps: int,
+    rendezvous: str,
+    answers: Any,
+) -> None:
+    torch.set_num_threads(1)
+    ranks = layout.stages * layout.replicas
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
+    small = torch.nn.Linear(64, 64)  # loads what every training process needs
+    small(torch.randn(8, 64)).sum().backward()
+    torch.optim.AdamW(small.parameters()).step()
+    dist.all_reduce(torch.zeros(1 << 20))
+    before = resident_bytes()
+    pipe = asyncpipe.Pipeline(
         folder,
-        *("asyncpipe-partition", "--model", f"{model}:build", "--model-arg", f"width={width}"),
-        *("--model-arg", "micro_batch_size=1", "--stages", str(layout.stages)),
-        *("--schedule", "1f1b", "--micro-batches", "4", "--optimizer", optimizer),
-        *("--profile", "analytic", "--output", net, "--quiet"),
+        schedule="1f1b",
+        replicas=layout.replicas,
+        micro_batches=layout.micro_batches,
+        optimizer=optimizer,
+        lr=1e-4,
+        zero=zero,
+        trust=True,
     )
-    return net
-
-
-def run(folder: Path, net: str, layout: Layout, optimizer: str, zero: int) -> dict[str, Any]:
-    output = folder / "run"
-    call(
-        folder,
-        *("asyncpipe-train", net, "--data", "text.txt", "--steps", "6", "--log-every", "1"),
-        *("--eval-batches", "0", "--threads", "1", "--optimizer", optimizer),
-        *("--zero", str(zero), "--output", str(output), "--quiet", *layout.options),
-    )
-    records = read_run(output)
-    memory = [rank.stages for rank in rank_memory(records)]
-    shutil.rmtree(output)
-    return {
-        "layout": layout.name,
-        "optimizer": optimizer,
-        "zero": zero,
-        "planned_mib": round(max(each.predicted for each in memory) / 2**20, 1),
-        "measured_mib": round(max(each.measured for each in memory) / 2**20, 1),
-        "step_ms": [round(step["step_ms"], 1) for step in records.steps[1:]],
-        "loss": records.steps[-1]["loss"],
+    batch = tokens_of(layout.replicas * layout.micro_batches, TOKENS)
+    times, loss = [], 0.0
+    for number in range(1 + steps):
+        if number == 1:
+            forget_peak()
+        start = time.perf_counter()
+        loss = pipe.step(batch).loss
+        times.append(1e3 * (time.perf_counter() - start))
+    own = tuple(pipe.modules)
+    plan, _ = with_shares(pipe.plan, pipe.config, [own], code_hashes(folder))
+    answer = {
+        "planned_mib": round(together([plan.stages[j].memory for j in own]) / 2**20, 1),
+        "measured_mib": round((peak_bytes() - before) / 2**20, 1),
+        "step_ms": [round(ms, 1) for ms in times[1:]],
+        "loss": loss,
     }
+    gathered: list[Any] = [None] * ranks
+    dist.all_gather_object(gathered, answer)
+    if rank == 0:
+        answers.put(gathered)
+    pipe.close()
+    dist.destroy_process_group()
+
+
+def run(folder: Path, layout: Layout, optimizer: str, zero: int, steps: int) -> dict[str, Any]:
+    """The fullest rank of a run."""
+    context = mp.get_context("spawn")
+    answers = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as place:
+        arguments = (
+            *(str(folder), layout, optimizer, zero, steps),
+            *(f"file://{place}/ranks", answers),
+        )
+        processes = [
+            context.Process(target=worker, args=(rank, *arguments))
+            for rank in range(layout.stages * layout.replicas)
+        ]
+        for process in processes:
+            process.start()
+        measured = answers.get()
+        for process in processes:
+            process.join()
+    fullest = max(measured, key=lambda rank: rank["measured_mib"])
+    return {"layout": layout.name, "optimizer": optimizer, "zero": zero, **fullest}
 
 
 def table_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -92,14 +125,13 @@ def table_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     table = []
     for key in dict.fromkeys((row["layout"], row["optimizer"], row["zero"]) for row in rows):
         own = [row for row in rows if (row["layout"], row["optimizer"], row["zero"]) == key]
-        planned = own[0]["planned_mib"]
         measured = statistics.median(row["measured_mib"] for row in own)
         table.append(
             {
                 **dict(zip(("layout", "optimizer", "zero"), key, strict=True)),
-                "planned_mib": planned,
+                "planned_mib": own[0]["planned_mib"],
                 "measured_mib": measured,
-                "difference": round(measured / planned - 1, 3) if planned else math.nan,
+                "difference": round(measured / own[0]["planned_mib"] - 1, 3),
                 "step_ms": round(statistics.median(ms for row in own for ms in row["step_ms"]), 1),
                 "loss": own[0]["loss"],
             }
@@ -110,18 +142,29 @@ def table_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--optimizers", nargs="+", default=["adamw", "muon"])
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 2000)
         for layout in LAYOUTS:
             for optimizer in arguments.optimizers:
-                net = partition(folder, layout, optimizer, arguments.width)
+                folder = Path(place) / f"gpt_{layout.stages}p_{optimizer}"
+                asyncpipe.partition(
+                    GPT(8, arguments.width, 8, TOKENS, 8192),
+                    tokens_of(1, TOKENS),
+                    stages=layout.stages,
+                    output=folder,
+                    schedule="1f1b",
+                    micro_batches=layout.micro_batches,
+                    optimizer=optimizer,
+                    profile="analytic",
+                )
                 for _ in range(arguments.rounds):
-                    rows += [run(folder, net, layout, optimizer, zero) for zero in LEVELS]
+                    rows += [
+                        run(folder, layout, optimizer, zero, arguments.steps) for zero in LEVELS
+                    ]
                 for row in table_of(rows)[-len(LEVELS) :]:
                     print(
                         f"{row['layout']}  {row['optimizer']:6}  zero {row['zero']}  "

@@ -65,16 +65,20 @@ def handled(
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _NEVER = -1
-_MOST = 32 * 2**20
+_MOST, _FEW = 32 * 2**20, 2**20
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(*, few: bool = False) -> None:
     """From now on this process keeps what it frees, but for blocks of more than 32 MiB: gaps that
     such leave in a heap make it grow by a third (gpt2). New threads share the first heap: those of
-    their own are given back in parts of 64 MiB. Other C libraries are left alone."""
+    their own are given back in parts of 64 MiB. Other C libraries are left alone.
+
+    With `few` it keeps blocks of up to 1 MiB: where gradients are sent away during a backward,
+    others come to lie between them, and the gaps made a heap grow by the size of the model.
+    """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _MOST)
+        mallopt(_M_MMAP_THRESHOLD, _FEW if few else _MOST)
         mallopt(_M_TRIM_THRESHOLD, _NEVER)
         mallopt(_M_ARENA_MAX, 1)
 

@@ -17,7 +17,7 @@ from ..plan.forecast import summing_ms
 from ..plan.plan import Plan, StageMemory
 from .divide import GRADIENTS, sizes_of
 from .owners import owners_of
-from .shards import BUCKET_BYTES, UNDER_WAY
+from .shards import MESSAGE_BYTES, UNDER_WAY
 
 
 def with_shares(
@@ -107,7 +107,8 @@ def _divided(
         return replace(memory, optimizer=optimizer)
     total = sum(each.nbytes for each in named.values())
     kept = sum(each.nbytes for name, each in named.items() if id(each) in own or name in tied)
-    kept += min(total - kept, UNDER_WAY * BUCKET_BYTES)
+    largest = max((each.nbytes for each in named.values()), default=0)
+    kept += min(total - kept, largest + UNDER_WAY * MESSAGE_BYTES)
     return replace(
         memory, optimizer=optimizer, gradients=round(memory.gradients * kept / (total or 1))
     )

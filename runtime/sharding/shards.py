@@ -16,7 +16,11 @@ from torch import Tensor
 from ..errors import TransportError
 
 BUCKET_BYTES = 25 << 20
-"""The usual bytes of a message that has several parameters (PyTorch's DDP)."""
+"""The most bytes of a message that has the gradients of a step of several parameters (PyTorch's
+DDP)."""
+MESSAGE_BYTES = 4 << 20
+"""The same for weights, and for the gradients of each micro-batch: small, because messages are
+memory that owners are to save."""
 UNDER_WAY = 2
 """The messages of gradients, or of weights, that are under way at once."""
 _NO_GRADIENT = -1.0
@@ -75,7 +79,7 @@ class Shards:
         pending: deque[_Message] = deque()
         given = [parameter for parameter in tensors if parameter in self.owners]
         with naming_peers("the weights cannot be exchanged", self.peers):
-            for bucket in bucketed(given, self.kind, BUCKET_BYTES):
+            for bucket in bucketed(given, self.kind, MESSAGE_BYTES):
                 pending.append(self._broadcast([tensors[each] for each in bucket], bucket[0]))
                 if len(pending) == UNDER_WAY:
                     _receive(pending.popleft())

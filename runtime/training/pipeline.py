@@ -94,7 +94,7 @@ class Pipeline(TrainedStages):
         job = joined_job(folder, loss, options)
         world = own_world(job, trust=trust)
         torch.set_num_threads(world.machine.threads)
-        keep_freed_memory()
+        keep_freed_memory(few=job.config.zero > 1)
         self._number = next(_NUMBERS)
         board = SharedStore(world, f"pipeline {self._number}")
         given = None if isinstance(loss, str) else loss

@@ -25,8 +25,8 @@ replica's buffers are the ones that are saved, so an evaluation uses them on all
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakMethod
@@ -41,51 +41,10 @@ from ..distributed.process_groups import World
 from ..executor.instrumented import ActionObserver, Activity
 from ..formatting import counted
 from ..plan.plan import Plan
-from ..sharding.shards import BUCKET_BYTES, UNDER_WAY, WHOLE, Shards, bucketed, naming_peers
+from ..sharding.buckets import Bucket, UnderWay, make_buckets, with_gradients
+from ..sharding.shards import BUCKET_BYTES, naming_peers
 from ..staleness.weight_versions import IsFinal
 from .clipping import NormShare
-
-
-@dataclass(eq=False)
-class _Bucket:
-    """Parameters whose gradients are summed together.
-
-    parameters: the parameters.
-    group: the ranks to sum over; None for the group of all buckets.
-    shards: the owners of the parameters; one of them owns all of a bucket.
-    missing: the number of gradients that are not final yet.
-    has_all: True if this replica has a gradient of each parameter.
-    flat, work: the tensor being summed and its all-reduce.
-    total: the sums so far; None on a replica that does not receive them.
-    """
-
-    parameters: list[nn.Parameter]
-    group: dist.ProcessGroup | None = None
-    shards: Shards = WHOLE
-    missing: int = 0
-    has_all: bool = False
-    flat: Tensor | None = None
-    work: dist.Work | None = None
-    total: Tensor | None = None
-
-    @property
-    def owner(self) -> int | None:
-        """The replica that receives the sums; None if all do."""
-        return self.shards.owner(self.parameters[0]) if self.shards.is_divided else None
-
-    @property
-    def receives(self) -> bool:
-        """True if this replica receives the sums."""
-        return self.owner in (None, self.shards.copy)
-
-    def collect(self) -> None:
-        """Waits for the sum that is under way, if there is one, and adds it to those before."""
-        if self.work is None:
-            return
-        self.work.wait()
-        if self.receives:
-            self.total = self.flat if self.total is None else self.total.add_(self.flat)
-        self.flat = self.work = None
 
 
 @dataclass(eq=False)
@@ -97,7 +56,7 @@ class _Window:
     version: the version that the step with these gradients makes.
     """
 
-    buckets: list[_Bucket]
+    buckets: list[Bucket]
     begun: int = 0
     is_open: bool = False
     version: int = 0
@@ -144,16 +103,16 @@ class GradientSums:
             stage: _Window(make_buckets(share.own, bucket_bytes, share.shards) if group else [])
             for stage, share in shares.items()
         }
-        self._under_way: deque[_Bucket] = deque()
+        self._under_way = UnderWay()
         groups = {tied.parameter: tied.group for tied in tied_parameters}
         self._shared = {
             stage: [
-                _Bucket([parameter], groups.get(parameter))
-                for parameter in _with_gradients(groups or share.shared)
+                Bucket([parameter], groups.get(parameter))
+                for parameter in with_gradients(groups or share.shared)
             ]
             for stage, share in shares.items()
         }
-        self._place: dict[Tensor, tuple[_Window, _Bucket]] = {
+        self._place: dict[Tensor, tuple[_Window, Bucket]] = {
             parameter: (window, bucket)
             for window in self._windows.values()
             for bucket in window.buckets
@@ -202,10 +161,25 @@ class GradientSums:
         TransportError."""
         for bucket in self._shared[stage]:
             self._begin(bucket, version)
-        for bucket in (*self._windows[stage].buckets, *self._shared[stage]):
-            if bucket in self._under_way:
-                self._under_way.remove(bucket)
-            self._finish(bucket)
+        window = self._windows[stage]
+        with self._naming_peers():
+            for bucket in (*window.buckets, *self._shared[stage]):
+                self._under_way.collect(bucket)
+            flags = self._flags_of(window)
+        for bucket in (*window.buckets, *self._shared[stage]):
+            bucket.finish(flags.get(bucket))
+
+    def _flags_of(self, window: _Window) -> dict[Bucket, list[float]]:
+        """The number of replicas that have a gradient of each parameter, of the buckets that do not
+        say it themselves."""
+        buckets = [bucket for bucket in window.buckets if bucket.shards.each_backward]
+        if not buckets:
+            return {}
+        own = torch.tensor([float(has) for bucket in buckets for has in bucket.given])
+        own = own.to(buckets[0].parameters[0].device)
+        dist.all_reduce(own, group=self._group)
+        counts = iter(own.tolist())
+        return {bucket: [next(counts) for _ in bucket.parameters] for bucket in buckets}
 
     def accumulated(self, parameter: Tensor) -> None:
         """Counts a gradient of the last backward as final. Called by a hook of the parameter, and
@@ -220,54 +194,16 @@ class GradientSums:
             self._begin(window.buckets[window.begun], window.version)
             window.begun += 1
 
-    def _begin(self, bucket: _Bucket, version: int) -> None:
-        """Sends the gradients in one tensor, followed by flags for those that exist."""
-        if bucket.work is not None:  # of the micro-batch before
-            self._under_way.remove(bucket)
-            with self._naming_peers():
-                bucket.collect()
-        parameters = bucket.parameters
-        device, dtype = parameters[0].device, parameters[0].dtype
-        given = [float(parameter.grad is not None) for parameter in parameters]
-        parts = [
-            torch.zeros(parameter.numel(), device=device, dtype=dtype)
-            if parameter.grad is None
-            else parameter.grad.reshape(-1)
-            for parameter in parameters
-        ]
-        bucket.flat = torch.cat([*parts, torch.tensor(given, device=device, dtype=dtype)])
-        bucket.has_all |= all(given)
-        counts = self._counts[version]
-        counts.elements += bucket.flat.numel() - len(given)
-        # Where single stages have replicas, the holders of a tied parameter sum it together.
-        counts.sent["replicas" if bucket.group is None else "tied"] += bucket.flat.nbytes
-        for parameter in parameters:
-            parameter.grad = None  # now in the bucket
+    def _begin(self, bucket: Bucket, version: int) -> None:
         with self._naming_peers():
-            group = bucket.group or self._group
-            if bucket.owner is None:
-                bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
-            else:
-                bucket.work = dist.reduce(
-                    bucket.flat, group_dst=bucket.owner, group=group, async_op=True
-                )
             if bucket.shards.each_backward:
-                self._under_way.append(bucket)
-                if len(self._under_way) > UNDER_WAY:
-                    self._under_way.popleft().collect()
-
-    def _finish(self, bucket: _Bucket) -> None:
-        with self._naming_peers():
-            bucket.collect()
-        if (total := bucket.total) is not None:
-            parameters = bucket.parameters
-            sizes = [*(parameter.numel() for parameter in parameters), len(parameters)]
-            *sums, given = torch.split(total, sizes)
-            counts = [1.0] * len(parameters) if bucket.has_all else given.tolist()
-            for parameter, own, count in zip(parameters, sums, counts, strict=True):
-                # A view: the gradients are in the bucket until the stage has stepped.
-                parameter.grad = own.view_as(parameter) if count else None
-        bucket.total, bucket.has_all = None, False
+                sent = self._under_way.begin(bucket, self._group)
+            else:
+                sent = bucket.begin(self._group)
+        counts = self._counts[version]
+        counts.elements += bucket.numbers
+        # Where single stages have replicas, the holders of a tied parameter sum it together.
+        counts.sent["replicas" if bucket.group is None else "tied"] += sent
 
     def _naming_peers(self) -> AbstractContextManager[None]:
         return naming_peers("the gradients cannot be summed", self.peers)
@@ -328,18 +264,6 @@ def gradient_sums(
     others = sorted(all_ranks - {world.rank})
     peers = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
     return GradientSums(shares, gradient_group, peers, tied_parameters=tied_parameters)
-
-
-def make_buckets(
-    parameters: Sequence[nn.Parameter], bucket_bytes: int, shards: Shards = WHOLE
-) -> list[_Bucket]:
-    """Buckets of one owner, dtype and device each, from the last parameter to the first."""
-    reverse = _with_gradients(reversed(parameters))
-    return [_Bucket(own, shards=shards) for own in bucketed(reverse, shards.kind, bucket_bytes)]
-
-
-def _with_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def describe_statistics(plan: Plan, frozen: Collection[str]) -> str:

@@ -43,6 +43,7 @@ from ..plan.plan import Plan
 from ..process import keep_freed_memory
 from ..schedule.schedule import Schedule
 from ..schedule.text import to_text
+from ..sharding.divide import GRADIENTS
 from ..tensor_parallel.ranks import ONE_RANK, TensorRanks
 from ..transports.choose import (
     Circumstances,
@@ -291,7 +292,7 @@ def set_up(
     every rank calls it."""
     config, plan, machine = job.config, job.plan, world.machine
     torch.set_num_threads(machine.threads)
-    keep_freed_memory()
+    keep_freed_memory(few=config.zero >= GRADIENTS)
     if config.export_hf:
         check_exportable(Path(config.folder), config.export_hf)
     wait_for_debugger(config, world, reporter)

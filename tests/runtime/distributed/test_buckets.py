@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from asyncpipe.runtime.distributed.equality import Equality, TiedParameter
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.distributed.ranks import RankInfo
+from asyncpipe.runtime.sharding.buckets import make_buckets
 from asyncpipe.runtime.training.clipping import NormShare
-from asyncpipe.runtime.training.replica_gradients import GradientSums, first_buffers, make_buckets
+from asyncpipe.runtime.training.replica_gradients import GradientSums, first_buffers
 from asyncpipe.tests.support.processes.gloo_ranks import run_processes
 from asyncpipe.tests.support.run_configs import run_config
 
