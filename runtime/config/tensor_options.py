@@ -9,7 +9,7 @@ from ..optimizers.facts import OPTIMIZERS, facts_of, in_words
 from ..plan.plan import Plan
 from ..staleness.compose import METHODS, parse
 from ..staleness.predicted_weights import AggregatedMsnag
-from .learning_options import DDP
+from .learning_options import DDP, NO_CACHE
 from .settings import RunConfig, Settings, SettingsError
 
 
@@ -51,8 +51,8 @@ def _check_options(settings: Settings, plan: Plan, ranks: int) -> None:
             f"{given}, but the plan has replicas of single stages, which have no tensor ranks.",
             "--replicas 1 for one rank a stage",
         )
-    for name in ("elastic", "freeze", "compile"):
-        if getattr(settings, name):
+    for name, usual in (("elastic", False), ("compile", False), ("cache", NO_CACHE)):
+        if getattr(settings, name) != usual:
             flag = f"--{name}"
             raise SettingsError(
                 f"{flag} is not possible with {given}.", f"Leave {flag} out, or --tensor-parallel 1"

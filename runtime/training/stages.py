@@ -227,7 +227,7 @@ class TrainedStages:
         assert self.freezing is not None
         share = self.stepper.shares[stage]
         for block, parameters in self.freezing.trained(stage):
-            square = share.square(parameters)
+            square = share.square([each for each in parameters if share.counts(each)])
             self._squares[block] = self._squares.get(block, 0.0) + square
 
     def _gather_squares(self) -> None:

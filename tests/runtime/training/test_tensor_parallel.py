@@ -74,6 +74,7 @@ def largest_difference(one: Path, other: Path) -> float:
 
 
 ONE = {"schedule": "single", "tensor_parallel": 1}
+FREEZING = {"freeze": "gradnorm:1/3", "freeze_every": 8}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,11 @@ ONE = {"schedule": "single", "tensor_parallel": 1}
         ("whole", ONE | {"optimizer": "sgd"}, {"optimizer": "sgd", "schedule": "single"}),
         ("copies", ONE, {"replicas": 2, "micro_batches": 2, "check_replicas": 1}),
         ("copies", ONE, {"replicas": 2, "micro_batches": 2, "zero": 2, "transport": "gloo"}),
-        ("four", ONE, {"schedule": "zb-v", "ranks": 2, "recompute": "all"}),
+        (
+            "four",
+            ONE | FREEZING,
+            FREEZING | {"schedule": "zb-v", "ranks": 2, "recompute": "all"},
+        ),
         (
             "two",
             {"schedule": "async-1f1b", "tensor_parallel": 1, "clip_by": "proportion"},
@@ -169,7 +174,10 @@ def test_a_tensor_rank_that_dies_ends_all(folders: Path, tmp_path: Path) -> None
     [
         ({"folder": "mlp"}, "generated for 1 tensor rank.*--tensor-parallel 2 --force"),
         ({"schedule": "ddp"}, "under ddp each process has the whole model"),
-        ({"freeze": "schedule:1/3"}, "--freeze is not possible with --tensor-parallel 2"),
+        (
+            {"freeze": "schedule:1/3", "cache": "auto"},
+            "--cache is not possible with --tensor-parallel 2",
+        ),
         ({"compile": True}, "--compile is not possible with --tensor-parallel 2"),
         ({"optimizer": "muon"}, "muon steps whole matrices"),
         (
