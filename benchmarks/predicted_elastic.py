@@ -38,7 +38,6 @@ from asyncpipe.partitioner.capture.graph import Capture
 from asyncpipe.partitioner.compile import (
     Captured,
     Compilation,
-    PhaseTimer,
     Planned,
     capture_phase,
     load,
@@ -46,6 +45,7 @@ from asyncpipe.partitioner.compile import (
     profile_phase,
 )
 from asyncpipe.partitioner.graph.costs import Link
+from asyncpipe.partitioner.output import PhaseTimer
 from asyncpipe.partitioner.phases import frozen
 from asyncpipe.partitioner.planning.cluster import ANY_HOST, Cluster, Device
 from asyncpipe.partitioner.planning.options import PartitionOptions

@@ -28,7 +28,6 @@ from .capture import Capture, read_arguments
 from .capture import capture as capture_model
 from .capture.graph import refused_sizes
 from .capture.model_state import unchanged
-from .capture.sizes import sizes_text
 from .codegen import extra_tensors, generate, header_of, render_readme
 from .graph.build import with_copies
 from .graph.constraints import Demands, find_demands, groups_to_cut_before
@@ -40,6 +39,8 @@ from .output import (
     PhaseTimer,
     check_target,
     command_of,
+    describe_capture,
+    lines_of_python,
     snapshot,
     write_folder,
     write_weights_of,
@@ -50,13 +51,11 @@ from .planning.explain import explain as explain_plan
 from .planning.explain import explain_micro_batches
 from .planning.infeasible import explained
 from .planning.keywords import PartitionKeywords
-from .planning.options import (
-    PartitionOptions,
-    options_for,
-    shows_options,
-)
+from .planning.options import PartitionOptions
 from .planning.planner import cluster_of, planner_for
+from .planning.signatures import options_for, shows_options
 from .planning.solve import solve
+from .profile.cache import threads_set
 from .profile.operation_costs import OnProgress
 from .profile.profiler import Profile, update_ms_per_byte
 from .profiling import (
@@ -134,6 +133,7 @@ class Compilation:
     command: the command that the plan records; "" has it written from the options
     end_phase: reports the end of a phase
     on_progress: reports progress within a phase
+    with_advice: the plan says what other numbers of stages and replicas would give
     """
 
     source: ModelSource
@@ -143,6 +143,7 @@ class Compilation:
     command: str
     end_phase: PhaseTimer
     on_progress: OnProgress | None
+    with_advice: bool = True
 
     @property
     def is_on_meta(self) -> bool:
@@ -247,11 +248,13 @@ class Captured:
     capture: the graph and its inputs
     graph_hash: SHA-256 of the graph, which identifies the model of a folder
     demands: the cuts and groupings that the user demands
+    cached: the nodes that a run with a cache computes once, so that they take no time
     """
 
     capture: Capture
     graph_hash: str
     demands: Demands
+    cached: frozenset[str] = frozenset()
 
 
 def capture_phase(job: Compilation) -> Captured:
@@ -310,6 +313,7 @@ def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planne
         Recomputation(captured.capture, prices),
         [nodes for _, nodes in captured.demands.together],
         update_ms_per_byte(profile, options.optimizer, cached=not options.no_cache),
+        captured.cached,
     ).predicted_for(job.cluster, options.dtype)
     graph = graphs.of(profile)
     solving: dict[str, Any] = {
@@ -326,7 +330,9 @@ def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planne
         profile, chosen = cut_and_time(
             captured.capture, cut, profile, options, on_progress=job.on_progress
         )
-    solution = planner.advised(chosen.graph, chosen.solution)
+    profile, solution = profile.without_forward(captured.cached), chosen.solution
+    if job.with_advice:
+        solution = planner.advised(chosen.graph, solution)
     folder = job.target(options.stages or len(chosen.stages), captured.graph_hash)
     plan = assemble(
         chosen.captured,
@@ -345,8 +351,7 @@ def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planne
     findings = explain_plan(chosen.graph, solution, planner.link, resolve)
     plan = replace(plan, findings=(*findings, *explain_micro_batches(plan)))
     if options.explain:
-        detail = f"{len(plan.findings)} findings"
-        job.end_phase("explain", detail, "generate")
+        job.end_phase("explain", f"{len(plan.findings)} findings", "generate")
     return Planned(plan, chosen, folder, captured.graph_hash)
 
 
@@ -398,9 +403,18 @@ def generate_phase(job: Compilation, planned: Planned) -> Generated:
     files |= {"README.md": render_readme(plan), "report.html": render_report(plan, files)}
     files |= {f"hf/{name}": text for name, text in job.source.files.items()}
     files["plan.json"] = plan.to_json()
-    detail = f"{len(plan.stages)} stages, {_lines(files)} lines of Python"
+    detail = f"{len(plan.stages)} stages, {lines_of_python(files)} lines of Python"
     job.end_phase("generate", detail, "verify")
     return Generated(plan, files, constants)
+
+
+_MANY_FLOPS = 1e9
+
+
+def _threads_to_verify(plan: Plan) -> int | None:
+    """One thread for a forward of less than a GFLOP: with more, each of its small operations waits
+    for threads that other processes may keep from a core. None leaves torch's own number."""
+    return 1 if plan.profile["flops"] < _MANY_FLOPS else None
 
 
 def write_phase(job: Compilation, planned: Planned, generated: Generated) -> None:
@@ -409,7 +423,7 @@ def write_phase(job: Compilation, planned: Planned, generated: Generated) -> Non
     captured = planned.cut.captured
 
     def check(aside: Path) -> None:
-        with job.own_failure_raised():
+        with job.own_failure_raised(), threads_set(_threads_to_verify(plan)):
             verified = verify(
                 source.model,
                 plan,
@@ -434,16 +448,3 @@ def write_phase(job: Compilation, planned: Planned, generated: Generated) -> Non
     write_folder(planned.folder, generated.files, write_weights, check)
     remember(planned.folder)
     job.end_phase("write", str(planned.folder), "")
-
-
-# --- reports --------------------------------------------------------------------------------
-
-
-def describe_capture(captured: Capture) -> str:
-    nodes = sum(1 for node in captured.graph.nodes if node.op.startswith("call"))
-    where = sizes_text(captured.sizes, " at ")
-    return f"{nodes} operations{where}, {'sizes are symbolic' if where else 'all sizes fixed'}"
-
-
-def _lines(files: Mapping[str, str]) -> int:
-    return sum(text.count("\n") for name, text in files.items() if name.endswith(".py"))

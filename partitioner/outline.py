@@ -16,11 +16,12 @@ from typing import Any, Unpack
 from torch import Tensor, fx, nn
 
 from .capture import Capture, ModuleCall
-from .compile import capture_source, describe_capture, load
+from .compile import capture_source, load
 from .models.load import ModelSource, given_source
-from .output import OnPhase, PhaseTimer
+from .output import OnPhase, PhaseTimer, describe_capture
 from .planning.keywords import OutlineKeywords
-from .planning.options import PartitionOptions, options_for, shows_options
+from .planning.options import PartitionOptions
+from .planning.signatures import options_for, shows_options
 from .profile.operation_costs import NodeCost, OnProgress
 from .profiling import profile_capture
 from .stage_parts import operation_name, source_of

@@ -26,7 +26,8 @@ from ..runtime.limits import ListOf, flag_of
 from ..runtime.plan.plan import Plan, read_plan
 from ..runtime.tensor_files import tensor_bytes, write_index, write_shard
 from ..runtime.user_code import file_hash, portable
-from .capture.sizes import format_dimension
+from .capture import Capture
+from .capture.sizes import format_dimension, sizes_text
 from .planning.keywords import PlanConfig
 from .planning.options import DEFAULTS, OPTIONS, PartitionOptions
 
@@ -214,3 +215,13 @@ class PhaseTimer:
         if self._on_phase:
             self._on_phase(name, detail, now - self._last, following)
         self._last = now
+
+
+def describe_capture(captured: Capture) -> str:
+    nodes = sum(1 for node in captured.graph.nodes if node.op.startswith("call"))
+    where = sizes_text(captured.sizes, " at ")
+    return f"{nodes} operations{where}, {'sizes are symbolic' if where else 'all sizes fixed'}"
+
+
+def lines_of_python(files: Mapping[str, str]) -> int:
+    return sum(text.count("\n") for name, text in files.items() if name.endswith(".py"))

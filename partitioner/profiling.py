@@ -93,6 +93,8 @@ class CostGraphs:
 
     recomputation: the values that stages may recompute instead of receiving
     together: nodes that must be in one stage
+    cached: nodes whose results a cache has, so that their forward takes no time. A timed stage runs
+        them: its time is shared out among all of its nodes.
     predicted: the graphs of other kinds of devices
     """
 
@@ -101,6 +103,7 @@ class CostGraphs:
     recomputation: Recomputation
     together: Collection[Collection[fx.Node]]
     update_ms_per_byte: float
+    cached: Collection[str] = ()
     predicted: Mapping[str, nx.DiGraph] = field(default_factory=dict)
 
     def predicted_for(self, cluster: Cluster | None, dtype: str) -> CostGraphs:
@@ -116,7 +119,7 @@ class CostGraphs:
     def of(self, profile: Profile) -> nx.DiGraph:
         graph = build_graph(
             self.capture,
-            profile,
+            profile.without_forward(self.cached),
             self.name,
             again=self.recomputation,
             together=self.together,

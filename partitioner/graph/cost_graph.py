@@ -323,7 +323,7 @@ def live_bytes(capture: Capture, sizes: Mapping[str, int]) -> dict[str, int]:
     order = [
         node
         for node in capture.graph.nodes
-        if node.op != "output" and not is_external(node) and not _needs_gradient(node)
+        if node.op != "output" and not is_external(node) and not needs_gradient(node)
     ]
     ends = _Lives(capture.graph).ends(order)
     makers = storage_makers(capture.graph)
@@ -346,7 +346,8 @@ def live_bytes(capture: Capture, sizes: Mapping[str, int]) -> dict[str, int]:
     return {node.name: live[position[node]] for node in order}
 
 
-def _needs_gradient(node: fx.Node) -> bool:
+def needs_gradient(node: fx.Node) -> bool:
+    """True if a tensor that the node makes has a gradient."""
     value = node.meta.get("val")
     values: Iterable[object] = value if isinstance(value, (tuple, list)) else (value,)
     return any(isinstance(value, Tensor) and value.requires_grad for value in values)

@@ -50,6 +50,8 @@ class PartitionKeywords(PlanConfig, OutlineKeywords, total=False):
     tensor_parallel: int
     elastic: str | None
     freeze: str | None
+    grow: str
+    cache: str
     loss: str | Callable[..., Any] | None
     stages: int | None
     method: str

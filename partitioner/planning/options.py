@@ -8,19 +8,17 @@ Imports neither torch nor numpy, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ...runtime.errors import PlanError
-from ...runtime.freezing.elastic import check_lengths
+from ...runtime.freezing.elastic import CACHES, GROWS, NO_CACHE, REPLICAS, check_lengths
 from ...runtime.freezing.rules import FORM as FREEZING_FORM
 from ...runtime.freezing.rules import WORDS as FREEZING_RULES
-from ...runtime.known_names import PARTITION
 from ...runtime.limits import (
     Choice,
     Either,
@@ -35,20 +33,17 @@ from ...runtime.limits import (
     key_values,
     path,
     refusal,
+    typed,
 )
 from ...runtime.optimizers.facts import PLANNED as PLANNED_OPTIMIZERS
 from ...runtime.options import option, options_of
 from ...runtime.schedule.asynchronous import KEEPS
 from ...runtime.schedule.builders import AUTO, SCHEDULES
-from ...runtime.user_code import criterion_name
 from .keywords import PlanConfig
 
 if TYPE_CHECKING:
     from ..capture import DimensionOption
     from .cluster import Cluster
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 METHODS = (
     *("auto", "exact", "chain", "uniform", "metis", "acyclic", "mpipe", "2dbin", "pipedream"),
@@ -258,6 +253,18 @@ class PartitionOptions:
         "With --elastic, the rule by which blocks will freeze: only what it can reach is planned. "
         "[default: every number of blocks]",
     )
+    grow: str = _writes(
+        REPLICAS,
+        GROWS,
+        "With --elastic, the --grow of the runs to plan for: replicas share out the samples of a "
+        "step, batch gives each replica the samples of a first one, off leaves processes idle.",
+    )
+    cache: str = _writes(
+        NO_CACHE,
+        CACHES,
+        "With --elastic, the --cache of the runs to plan for: with any but off, frozen blocks take "
+        "no time.",
+    )
     explain: bool = _plans(
         False,
         Flag(),
@@ -334,8 +341,10 @@ class PartitionOptions:
                         f"--elastic writes the plans of equal ranks, but {flag_of(name)} is given.",
                         "Leave one of them out.",
                     )
-        elif self.freeze is not None:
-            raise PlanError(f"--freeze {self.freeze} requires --elastic.", "--elastic 4,2,1")
+            return
+        for name in ("freeze", "grow", "cache"):
+            if (value := getattr(self, name)) != DEFAULTS[name]:
+                raise PlanError(f"{typed(name, value)} requires --elastic.", "--elastic 4,2,1")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -375,76 +384,3 @@ def check_options(given: Mapping[str, Any]) -> None:
             continue
         if fault := refusal(OPTIONS[name].limit, name, value):
             raise PlanError(*fault)
-
-
-def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose keyword arguments are checked as the options of their names; `**running`
-    takes those of `PlanConfig`."""
-    parameters = inspect.signature(function).parameters.values()
-    known = [
-        parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
-    ]
-    known += [] if len(known) == len(parameters) else PlanConfig.__annotations__
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in known:
-                raise _unknown(function.__name__, name, known)
-        check_options(kwargs)
-        return function(*args, **kwargs)
-
-    return call
-
-
-_CALLS = {"model": "partition", "outline": "outline"}
-"""What reads an option -> the function of that name."""
-
-
-def options_for(call: str, given: Mapping[str, Any]) -> PartitionOptions:
-    """The options of "model" or "outline" in Python.
-
-    Raises TypeError for a name that is not an option of the call, PlanError for an illegal value.
-    """
-    if "loss" in given:
-        given = {**given, "loss": criterion_name(given["loss"], PlanError)}
-    check_options(given)
-    known = [name for name, option in OPTIONS.items() if call in option.read_by]
-    for name in given:
-        if name not in known:
-            raise _unknown(_CALLS[call], name, known)
-    return PartitionOptions(**given)
-
-
-def _unknown(function: str, name: str, known: Collection[str]) -> TypeError:
-    """The error for a keyword argument that a function does not have."""
-    if name in OPTIONS and OPTIONS[name].read_by == NAMED:
-        reason = "it is for a model that asyncpipe-partition builds by --model."
-    elif name in OPTIONS:
-        readers = [text for call, text in _CALLS.items() if call in OPTIONS[name].read_by]
-        reason = f"it is an option of {' and '.join(readers)}."
-    else:
-        reason = PARTITION.meant(name, known, f"Options: {', '.join(known)}.")
-    return TypeError(f"{function} has no option {name}: {reason}")
-
-
-def shows_options(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Writes the options of a call into the signature of a function that takes `**options`."""
-
-    def show(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        shown = [
-            inspect.Parameter(
-                entry.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=entry.default,
-                annotation=entry.type,
-            )
-            for entry in fields(PartitionOptions)
-            if call in OPTIONS[entry.name].read_by and entry.name not in signature.parameters
-        ]
-        function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
-        return function
-
-    return show

@@ -40,7 +40,8 @@ from .cluster_file import read_cluster
 from .explain import explain as explain_plan
 from .infeasible import explained
 from .keywords import PlanConfig
-from .options import check_options, checked
+from .options import check_options
+from .signatures import checked
 from .solve import Solution, solve
 
 ACTION_MS = 0.15
@@ -100,8 +101,7 @@ def other_ways(
     graph: nx.DiGraph, solution: Solution, options: Mapping[str, Any]
 ) -> tuple[list[str], list[Candidate]]:
     """The steps of other numbers of stages per rank: a sentence if one is faster, and all of
-    them.
-    """
+    them."""
     setting, stages = solution.setting, len(solution.loads)
     ranks = setting.stages
     if setting.is_asynchronous or ranks == 1 or len(graph) > _MOST_GROUPS or stages % ranks:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -98,6 +98,14 @@ class Profile:
     @property
     def flops(self) -> int:
         return sum(cost.flops for cost in self.nodes.values())
+
+    def without_forward(self, names: Collection[str]) -> Profile:
+        """The profile in which the forward of these nodes takes no time."""
+        nodes = {
+            name: replace(cost, forward_ms=0.0) if name in names else cost
+            for name, cost in self.nodes.items()
+        }
+        return replace(self, nodes=MappingProxyType(nodes))
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from ..data.streams import UNKNOWN_LENGTH
 from ..data.task import GIVEN
 from ..freezing.blocks import blocks_of
+from ..freezing.elastic import NO_CACHE
 from ..freezing.events import EPOCH, Events
 from ..freezing.rules import PLASTICITY, TABLE, in_full, parse_rule
 from ..limits import typed
@@ -14,7 +15,6 @@ from ..plan.plan import Plan, verify_evaluates
 from ..staleness import METHODS, parse
 from ..staleness.protocol import Staleness
 from .batch_layout import StepBatch
-from .learning_options import NO_CACHE
 from .settings import RunConfig, Settings, SettingsError
 
 

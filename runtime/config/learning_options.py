@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ..freezing.elastic import CACHES, GROWS, NO_CACHE, REPLICAS
 from ..freezing.events import EPOCH
 from ..freezing.rules import FORM as FREEZING_FORM
 from ..freezing.rules import WORDS as FREEZING_RULES
-from ..limits import Choice, Either, Flag, ListOf, Number, Text, Whole, bytes_of, form, path
+from ..limits import Choice, Either, Flag, ListOf, Number, Text, Whole, form, path
 from ..optimizers.facts import OPTIMIZERS, defaults_in_words, in_words, that_take
 from ..options import option, required
 from ..schedule.asynchronous import DEFAULT_CAP
 
-REPLICAS, BATCH, OFF = "replicas", "batch", "off"
-"""The values of `--grow`."""
 SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 """The values of `--scale-lr`: the power of the growth of a step that scales the learning rate."""
 DDP = "ddp"
@@ -31,13 +30,6 @@ _schedules = partial(option, group=SCHEDULE)
 _asynchronous = partial(option, group=ASYNCHRONOUS)
 _data = partial(option, group=DATA)
 _learns = partial(option, group=OPTIMIZER)
-
-AUTO_CACHE, NO_CACHE = "auto", "off"
-
-
-def _is_cache(text: str) -> bool:
-    return text in (AUTO_CACHE, NO_CACHE) or bool(bytes_of(text))
-
 
 CODE = Text("FILE.py:FUNCTION", "mine.py:make", form(r"(?s).+:[A-Za-z_]\w*"))
 _SCHEDULE = replace(
@@ -337,7 +329,7 @@ class LearningOptions:
     )
     cache: str = _learns(
         NO_CACHE,
-        Text("auto, off or a memory size such as 2GiB", "2GiB", _is_cache),
+        CACHES,
         "Keep what frozen blocks compute of each sample, instead of computing it each time: at "
         "most so many bytes on each host (2GiB), or auto for half of the free disk and only while "
         "loading takes less time than computing (see docs/cache.md).",
@@ -351,7 +343,7 @@ class LearningOptions:
     )
     grow: str = _learns(
         REPLICAS,
-        Choice((REPLICAS, BATCH, OFF)),
+        GROWS,
         "What grows where a shorter pipeline of --elastic frees processes: replicas, which share "
         "out the samples of a step; batch, where each replica has as many samples as a first one; "
         "or off: the processes stay idle.",

@@ -4,8 +4,9 @@ blocks.
     generated_models/vit_4p/elastic.json        the phases
     generated_models/vit_4p/phases/f04_2p/      the plan and the stages of one, without weights
 
-In all phases the same processes run: stages x replicas is their number, and a step has the same
-samples. The first phase is the folder itself.
+In all phases the same processes run. The ones that a shorter pipeline frees are replicas, which
+share out the samples of a step or have as many each as before, or they are idle. The first phase is
+the folder itself.
 """
 
 from __future__ import annotations
@@ -18,8 +19,22 @@ from pathlib import Path
 
 from ..errors import PlanError
 from ..formatting import counted
+from ..limits import Choice, Text, bytes_of
 from ..serialization import Origin, parse_json, read_text, shaped
 from .rules import SCHEDULE, TABLE, Rule
+
+REPLICAS, BATCH, OFF = "replicas", "batch", "off"
+GROWS = Choice((REPLICAS, BATCH, OFF))
+"""The values of `--grow`: what grows where a shorter pipeline frees processes."""
+AUTO_CACHE, NO_CACHE = "auto", "off"
+
+
+def _is_cache(text: str) -> bool:
+    return text in (AUTO_CACHE, NO_CACHE) or bool(bytes_of(text))
+
+
+CACHES = Text("auto, off or a memory size such as 2GiB", "2GiB", _is_cache)
+"""The values of `--cache`."""
 
 FILE, FOLDER = "elastic.json", "phases"
 SCHEDULES = ("1f1b", "gpipe")
@@ -34,7 +49,7 @@ class Phase:
     depth: the number of frozen blocks from which on it applies.
     folder: its folder within the generated one; "" for that itself.
     stages: the length of the pipeline.
-    step_ms: the predicted time of a step on all processes.
+    step_ms: the predicted time of a step on all processes that train.
     peak_bytes: the predicted memory of the fullest rank.
     """
 
@@ -49,21 +64,57 @@ class Phase:
 class Elastic:
     """The phases of a generated folder in ascending depth.
 
-    processes: stages x replicas in every phase.
-    micro_batches: those of a step in all replicas, for which the phases were planned.
+    processes: those of every phase.
+    micro_batches: those of a first step, for which the phases were planned.
     phases: the phases, the first of which has depth 0.
+    grow: the value of `--grow` for which they were planned.
+    cached: they were planned for runs with a cache, in which frozen blocks take no time.
     """
 
     processes: int
     micro_batches: int
     phases: tuple[Phase, ...]
+    grow: str = REPLICAS
+    cached: bool = False
 
     def at(self, depth: int) -> Phase:
         """The phase with so many frozen blocks."""
         return [phase for phase in self.phases if phase.depth <= depth][-1]
 
+    def replicas(self, stages: int) -> int:
+        """The pipelines of that length."""
+        return 1 if self.grow == OFF else self.processes // stages
+
+    def own_micro_batches(self, stages: int) -> int:
+        """The micro-batches of a step in each pipeline of that length."""
+        shared = self.replicas(stages) if self.grow == REPLICAS else 1
+        return self.micro_batches // shared
+
+    def growth(self, stages: int) -> int:
+        """How many times the samples of a first step a step has with pipelines of that length."""
+        return self.replicas(stages) if self.grow == BATCH else 1
+
+    def sample_ms(self, phase: Phase) -> float:
+        """The predicted time of a phase for as many samples as a first step has."""
+        return phase.step_ms / self.growth(phase.stages)
+
+    def difference(self, grow: str, cache: str) -> str:
+        """A sentence about a run with these options; "" if it is the one that was planned for."""
+        planned = _in_words(self.grow, self.cached)
+        given = _in_words(grow, cache != NO_CACHE)
+        if planned == given:
+            return ""
+        return (
+            f"planned for {planned}, but this run has {given}: its results are right, and its "
+            "lengths and predictions are those of the plan"
+        )
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def _in_words(grow: str, cached: bool) -> str:
+    return f"--grow {grow} {'with' if cached else 'without'} --cache"
 
 
 def check_lengths(lengths: Sequence[int], stages: int | None, schedule: str | None) -> None:
@@ -89,12 +140,14 @@ def check_lengths(lengths: Sequence[int], stages: int | None, schedule: str | No
         )
 
 
-def pipelines(stages: int, processes: int) -> str:
+def pipelines(stages: int, replicas: int, processes: int) -> str:
     """
-    >>> pipelines(2, 4), pipelines(1, 4)
-    ('2 stages x 2 replicas', '1 stage x 4 replicas')
+    >>> pipelines(2, 2, 4), pipelines(1, 1, 2)
+    ('2 stages x 2 replicas', '1 stage x 1 replica, 1 of 2 processes idle')
     """
-    return f"{counted(stages, 'stage')} x {counted(processes // stages, 'replica')}"
+    idle = processes - stages * replicas
+    beside = f", {idle} of {counted(processes, 'process', 'processes')} idle" if idle else ""
+    return f"{counted(stages, 'stage')} x {counted(replicas, 'replica')}{beside}"
 
 
 def phase_folder(depth: int, stages: int) -> str:
@@ -124,6 +177,7 @@ def read_elastic(folder: Path) -> Elastic:
         and depths == sorted(set(depths))
         and lengths == sorted(lengths, reverse=True)
         and all(length > 0 and elastic.processes % length == 0 for length in lengths)
+        and GROWS.has(elastic.grow)
         and names[:1] == [""]
         and all(_NAME.fullmatch(name) for name in names[1:])
     )

@@ -169,9 +169,14 @@ def planned_ranks(plan: Plan, name: str) -> int | None:
     return ranks if is_even or name == AUTO else None
 
 
+def has_times(plan: Plan) -> bool:
+    """False for a plan without costs. A stage for which a cache stands in takes no time."""
+    return any(stage.forward_ms > 0 for stage in plan.stages)
+
+
 def costs_of_plan(plan: Plan) -> ActionCosts | None:
     """The plan's costs of a micro-batch, without optimizers; None if it has no costs."""
-    return _costs(plan) if all(stage.forward_ms > 0 for stage in plan.stages) else None
+    return _costs(plan) if has_times(plan) else None
 
 
 def _costs(plan: Plan, step_ms: Iterable[float] | None = None) -> ActionCosts:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.contents import FoundCheckpoint
-from ..config.learning_options import BATCH, OFF, REPLICAS
 from ..config.settings import RunConfig, SettingsError
 from ..distributed.failure import RankFolder
 from ..distributed.process_groups import SharedStore, World, be_patient, regrouped
@@ -27,7 +26,16 @@ from ..executor.loading import load_stage_class
 from ..formatting import counted
 from ..freezing.block_outputs import check_observable
 from ..freezing.blocks import blocks_of
-from ..freezing.elastic import FOLDER, SCHEDULES, Elastic, pipelines, read_elastic
+from ..freezing.elastic import (
+    BATCH,
+    FOLDER,
+    OFF,
+    REPLICAS,
+    SCHEDULES,
+    Elastic,
+    pipelines,
+    read_elastic,
+)
 from ..freezing.rules import PLASTICITY, parse_rule
 from ..limits import typed
 from ..monitoring.diagnostics import memory_watched
@@ -83,6 +91,7 @@ def train(
                 gc.freeze()  # collections between phases need not look at what outlives them
             with activities.during(Activity("other", "loads its stages")):
                 run = Run(setup, stopping)
+            _note_plan(setup)
             is_noted = _note_statistics(setup)
             while (handed_over := run.train()) is not None:
                 earlier = run.earlier
@@ -93,6 +102,16 @@ def train(
                     run = Run(setup, stopping, earlier=earlier)
                 is_noted = is_noted or _note_statistics(setup)
             run.end()
+
+
+def _note_plan(setup: Setup) -> None:
+    """Reports phases that were planned for a run with other options."""
+    started = setup.job.started
+    if started is None or setup.reporter is None:
+        return
+    elastic = read_elastic(Path(started.folder))
+    if text := elastic.difference(started.grow, started.cache):
+        setup.reporter.on_note("phases", text)
 
 
 def _note_statistics(setup: Setup) -> bool:
@@ -144,9 +163,10 @@ def check_elastic(job: Job) -> None:
     for phase in elastic.phases:
         is_shared = config.grow != REPLICAS or total % (ranks // phase.stages) == 0
         if ranks % phase.stages or not is_shared:
+            trained = pipelines(phase.stages, ranks // phase.stages, ranks)
             raise SettingsError(
-                f"--elastic trains {pipelines(phase.stages, ranks)} from {phase.depth} frozen "
-                f"blocks on, which cannot share out {total} micro-batches.",
+                f"--elastic trains {trained} from {phase.depth} frozen blocks on, which cannot "
+                f"share out {total} micro-batches.",
                 f"--micro-batches {elastic.micro_batches}",
             )
         folder = Path(config.folder) / phase.folder

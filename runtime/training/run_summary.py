@@ -43,7 +43,13 @@ from ..monitoring.records import EvalRecord, PredictedStep, Reporter, StartRecor
 from ..monitoring.trace import Tracing
 from ..optimizers.facts import facts_of
 from ..optimizers.soap import refresh_periods
-from ..plan.forecast import Forecast, few_micro_batches_warning, forecast_step, spec_bytes
+from ..plan.forecast import (
+    Forecast,
+    few_micro_batches_warning,
+    forecast_step,
+    has_times,
+    spec_bytes,
+)
 from ..plan.plan import Boundary, Plan, StageMemory, StageSpec, TensorSpec
 from ..process import describe_environment
 from ..schedule.asynchronous import KEEPS
@@ -62,12 +68,8 @@ if TYPE_CHECKING:
 
 
 def with_transfers_of_run(plan: Plan, planned: Plan, dtypes: BoundaryDtypes) -> Plan:
-    """The plan with the transfers of the run.
-
-    plan: the plan at the sizes of the run.
-    planned: the plan at the sizes for which the transfer times hold.
-    dtypes: the dtypes of tensors between ranks.
-    """
+    """The plan at the sizes of the run, with the transfers of its `dtypes` between ranks; the
+    transfer times hold for the sizes of `planned`."""
     latency_ms = plan.setting.latency_ms
 
     def before(tensor: TensorSpec) -> float:
@@ -141,7 +143,7 @@ def forecast_run(
     On CPUs, ranks and replicas share the cores. `optimizer_ms` are the milliseconds of each stage's
     optimizer, which the plan lacks; without them optimizer steps cost nothing.
     """
-    if not all(stage.forward_ms > 0 for stage in plan.stages):
+    if not has_times(plan):
         return None
     steps = max(1, min(config.steps, 8))
     side_by_side = config.pipelines * config.tensor_ranks
@@ -236,7 +238,6 @@ def _warnings(job: Job, schedule: Schedule, machine: Machine, grid: Grid) -> Ite
 
 def predict(plan: Plan, schedule: Schedule, forecast: Forecast | None) -> PredictedStep:
     """The plan's predictions, at the sizes of the run, for steps, stages and ranks."""
-    has_times = all(stage.forward_ms > 0 for stage in plan.stages)
     has_memory = all(stage.peak_bytes for stage in plan.stages)
     memory = [
         [plan.stages[stage].memory for stage in schedule.stages_of(rank)]
@@ -245,8 +246,8 @@ def predict(plan: Plan, schedule: Schedule, forecast: Forecast | None) -> Predic
     return PredictedStep(
         step_ms=forecast.step_ms if forecast else None,
         idle_share=forecast.idle_share if forecast else None,
-        forward_ms=tuple(stage.forward_ms for stage in plan.stages) if has_times else (),
-        backward_ms=tuple(stage.backward_ms for stage in plan.stages) if has_times else (),
+        forward_ms=tuple(stage.forward_ms for stage in plan.stages) if forecast else (),
+        backward_ms=tuple(stage.backward_ms for stage in plan.stages) if forecast else (),
         peak_bytes=tuple(map(together, memory)) if has_memory else (),
     )
 

@@ -19,7 +19,6 @@ from ..checkpoint.resuming import candidates, keep_records_until
 from ..checkpoint.storage import check_exportable
 from ..config.batch_layout import StepBatch
 from ..config.execution_options import LEFT_OUT, ExecutionOptions
-from ..config.learning_options import AUTO_CACHE, BATCH, NO_CACHE
 from ..config.mixed_precision import find_boundary_dtypes
 from ..config.resolve import costs_at_sizes, gpu_of_rank, sized_plan
 from ..config.segments import make_segment
@@ -35,6 +34,7 @@ from ..executor.precision import AS_PLANNED, BoundaryDtypes
 from ..executor.run import Criterion, needed_inputs
 from ..freezing.arena import open_arena
 from ..freezing.cache import Cache
+from ..freezing.elastic import AUTO_CACHE, BATCH, NO_CACHE
 from ..limits import bytes_of
 from ..monitoring.diagnostics import wait_for_debugger
 from ..monitoring.records import Reporter

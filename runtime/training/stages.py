@@ -315,13 +315,9 @@ def describe_phase(setup: Setup) -> str:
     """A phase that follows another one, as a phrase."""
     assert setup.checkpoint is not None
     depth, world = frozen_blocks(setup.checkpoint), setup.world
-    used = len(setup.job.plan.stages) * world.replicas
+    trained = pipelines(len(setup.job.plan.stages), world.replicas, world.ranks)
     grown = f", {setup.batch.samples} samples per step" if setup.job.unit else ""
-    idle = f", {world.ranks - used} of {counted(world.ranks, 'process', 'processes')} idle"
-    return (
-        f"{counted(depth, 'block')} frozen: {pipelines(used // world.replicas, used)}{grown}"
-        f"{idle if used < world.ranks else ''}, after step {setup.start}"
-    )
+    return f"{counted(depth, 'block')} frozen: {trained}{grown}, after step {setup.start}"
 
 
 def _freezing_of(setup: Setup, modules: Mapping[int, nn.Module]) -> Freezing | None:

@@ -14,7 +14,8 @@ from torch import nn
 import asyncpipe
 from asyncpipe.partitioner.models.load import given_source
 from asyncpipe.partitioner.planning.keywords import OutlineKeywords, PartitionKeywords, PlanConfig
-from asyncpipe.partitioner.planning.options import OPTIONS, PLANNED, PartitionOptions, options_for
+from asyncpipe.partitioner.planning.options import OPTIONS, PLANNED, PartitionOptions
+from asyncpipe.partitioner.planning.signatures import options_for
 from asyncpipe.runtime.errors import ModelError, PlanError
 
 TYPES = {field.name: field.type for field in fields(PartitionOptions)}
