@@ -3,7 +3,8 @@
 kills        a rank of a run is killed with SIGKILL at a random moment, and the run restarts its
              ranks; its weights must be those of an undisturbed run, bit for bit; one run after
              the other with each value of --grow
-transitions  memory, open files and threads of the last stage's rank after each of 50 phases
+transitions  the seconds in which 50 phases are planned and written; and memory, open files and
+             threads of each rank that computes a loss, after each quarter of its micro-batches
 
 python benchmarks/elastic.py --kills 20 --transitions 50
 """
@@ -171,27 +172,27 @@ def kills(folder: Path, number: int) -> dict[str, Any]:
 
 def transitions(folder: Path, number: int) -> dict[str, Any]:
     rule = ",".join(f"{event}={event}" for event in range(1, number + 1))
+    begin_s = time.perf_counter()
     partition(folder, number + 1, "2,1", rule)
+    planned_s = time.perf_counter() - begin_s
     steps = 2 * number + 2
     process = start(folder, "many", rule, steps, "--criterion", "model.py:criterion", "--trust")
     assert process.wait() == 0, (folder / "many.log").read_text()
     lines = (folder / "many" / "metrics.jsonl").read_text().splitlines()
     phases = sum('"phase"' in line for line in lines)
-    seen = [
-        list(map(int, line.split()))
-        for path in folder.glob("seen.*")
-        for line in path.read_text().splitlines()
-    ]
-    last = [
-        [int(word) for word in path.read_text().splitlines()[-1].split()]
-        for path in folder.glob("seen.*")
-    ]
-    quarter = len(seen) // 4
+    return {"phases": phases, "partition_s": round(planned_s, 1)} | {
+        f"rank {path.suffix[1:]}": _quarters([*map(str.split, path.read_text().splitlines())])
+        for path in sorted(folder.glob("seen.*"))
+    }
+
+
+def _quarters(seen: list[list[str]]) -> dict[str, Any]:
+    """What a rank uses after each quarter of its micro-batches."""
+    rows = [[*map(int, seen[quarter * len(seen) // 4 - 1])] for quarter in range(1, 5)]
     return {
-        "phases": phases,
-        "memory_mib": [round(row[0] / 2**20, 1) for row in (seen[quarter], *last)],
-        "open_files": [row[1] for row in (seen[quarter], *last)],
-        "threads": [row[2] for row in (seen[quarter], *last)],
+        "memory_mib": [round(row[0] / 2**20, 1) for row in rows],
+        "open_files": [row[1] for row in rows],
+        "threads": [row[2] for row in rows],
     }
 
 

@@ -17,6 +17,9 @@ The rows of both:
 In the paper each replica keeps its batch, so a step has more samples with more replicas ("grown").
 "kept" is the same with the samples of a step kept, as `asyncpipe-train --elastic` does by default.
 
+A phase is planned as with `--cache`, except that blocks which have frozen since the epoch before
+run in it, once for each sample.
+
 Frozen activations are loaded over the GPU's PCI Express, one after the other with the computation.
 Not counted: transitions, evaluations, and loading images.
 
@@ -26,7 +29,7 @@ python benchmarks/predicted_elastic.py
 import argparse
 import math
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -34,7 +37,6 @@ from typing import Any
 
 from machine import write_result
 
-from asyncpipe.partitioner.capture.graph import Capture
 from asyncpipe.partitioner.compile import (
     Captured,
     Compilation,
@@ -46,7 +48,7 @@ from asyncpipe.partitioner.compile import (
 )
 from asyncpipe.partitioner.graph.costs import Link
 from asyncpipe.partitioner.output import PhaseTimer
-from asyncpipe.partitioner.phases import frozen
+from asyncpipe.partitioner.phases import frozen, frozen_nodes
 from asyncpipe.partitioner.planning.cluster import ANY_HOST, Cluster, Device
 from asyncpipe.partitioner.planning.options import PartitionOptions
 from asyncpipe.partitioner.profile.profiler import Profile
@@ -143,14 +145,18 @@ class Planner:
         options = PartitionOptions(**self._options, stages=length)
         devices = (Device(memory_bytes=math.inf, host="host"),) * length
         cluster = Cluster(devices, within={ANY_HOST: self.hardware.within})
-        return Compilation(self._source, options, cluster, length, "", PhaseTimer(None), None)
+        quiet = PhaseTimer(None)
+        return Compilation(
+            self._source, options, cluster, length, "", quiet, None, with_advice=False
+        )
 
     def _capture(self, depth: int) -> tuple[Captured, Profile]:
         job = self._job(PIPELINE)
         names = blocks_of(self.plan(0, 0, PIPELINE)).frozen(depth) if depth else frozenset[str]()
         with frozen(self._source.model, names):
             captured = capture_phase(job)
-            return captured, profile_phase(job, captured)
+            of_cache = frozen_nodes(captured.capture)
+            return replace(captured, cached=of_cache), profile_phase(job, captured)
 
     def plan(self, depth: int, cached: int, length: int) -> Plan:
         """The plan of a length with `depth` blocks frozen, of which the first `cached` do not
@@ -159,8 +165,7 @@ class Planner:
 
     def _plan(self, depth: int, cached: int, length: int) -> Planned:
         captured, profile = self._captured(depth)
-        if cached:
-            profile = without(profile, untrained(self._captured(cached)[0].capture))
+        captured = replace(captured, cached=self._captured(cached)[0].cached)
         return plan_phase(self._job(length), captured, profile)
 
     def _frozen_in_place(self, depth: int) -> Plan:
@@ -169,7 +174,7 @@ class Planner:
         if not depth:
             return planned.plan
         captured, profile = self._captured(depth)
-        still = untrained(captured.capture)
+        still = captured.cached
 
         def at_depth(stage: StageSpec) -> StageSpec:
             own = [node.name for node, place in planned.cut.placed.items() if place == stage.index]
@@ -190,26 +195,6 @@ class Planner:
             )
 
         return replace(planned.plan, stages=tuple(map(at_depth, planned.plan.stages)))
-
-
-def untrained(capture: Capture) -> frozenset[str]:
-    """The nodes that depend on nothing that trains."""
-    return frozenset(node.name for node in capture.graph.nodes if not _needs_gradient(node))
-
-
-def _needs_gradient(node: Any) -> bool:
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else (value,)
-    return any(getattr(value, "requires_grad", False) for value in values)
-
-
-def without(profile: Profile, names: Collection[str]) -> Profile:
-    """The profile in which these nodes cost no time."""
-    nodes = {
-        name: replace(cost, forward_ms=0.0) if name in names else cost
-        for name, cost in profile.nodes.items()
-    }
-    return replace(profile, nodes=nodes)
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,10 @@ def test_a_run_whose_steps_grow_is_the_plain_loop(
     assert steps[4]["lr"] == pytest.approx(0.01 * 2**power * 0.9)
     note = next(line["text"] for line in lines if "2 replicas" in line.get("text", ""))
     assert note == "3 blocks frozen: 1 stage x 2 replicas, 32 samples per step, after step 4"
+    (planned,) = (line["text"] for line in lines if line.get("about") == "phases")
+    assert planned.startswith(
+        "planned for --grow replicas without --cache, but this run has --grow batch without --cache"
+    )
 
 
 def test_an_elastic_run_follows_gradients_as_any_run(blocks: Path, tmp_path: Path) -> None:
