@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 
+from ..freezing.elastic import NO_CACHE
 from ..optimizers.facts import OPTIMIZERS, facts_of, in_words
 from ..plan.plan import Plan
 from ..staleness.compose import METHODS, parse
 from ..staleness.predicted_weights import AggregatedMsnag
-from .learning_options import DDP, NO_CACHE
+from .learning_options import DDP
 from .settings import RunConfig, Settings, SettingsError
 
 
