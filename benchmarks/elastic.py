@@ -3,8 +3,8 @@
 kills        a rank of a run is killed with SIGKILL at a random moment, and the run restarts its
              ranks; its weights must be those of an undisturbed run, bit for bit; one run after
              the other with each value of --grow
-transitions  the seconds in which 50 phases are planned and written; and memory, open files and
-             threads of each rank that computes a loss, after each quarter of its micro-batches
+transitions  memory, open files and threads of each rank that computes a loss, after each quarter of
+             its micro-batches in a run of 50 phases
 
 python benchmarks/elastic.py --kills 20 --transitions 50
 """
@@ -172,15 +172,13 @@ def kills(folder: Path, number: int) -> dict[str, Any]:
 
 def transitions(folder: Path, number: int) -> dict[str, Any]:
     rule = ",".join(f"{event}={event}" for event in range(1, number + 1))
-    begin_s = time.perf_counter()
     partition(folder, number + 1, "2,1", rule)
-    planned_s = time.perf_counter() - begin_s
     steps = 2 * number + 2
     process = start(folder, "many", rule, steps, "--criterion", "model.py:criterion", "--trust")
     assert process.wait() == 0, (folder / "many.log").read_text()
     lines = (folder / "many" / "metrics.jsonl").read_text().splitlines()
     phases = sum('"phase"' in line for line in lines)
-    return {"phases": phases, "partition_s": round(planned_s, 1)} | {
+    return {"phases": phases} | {
         f"rank {path.suffix[1:]}": _quarters([*map(str.split, path.read_text().splitlines())])
         for path in sorted(folder.glob("seen.*"))
     }
