@@ -28,7 +28,7 @@ def with_shares(
     of each file of the stages."""
     of_stage = stage_replicas(plan, config)
     memories: dict[int, StageMemory] = {}
-    shares: list[tuple[float, int]] = []
+    shares: list[tuple[float, str]] = []
     for stages in ranks if config.zero else ():
         copies = len(of_stage[stages[0]]) if of_stage and stages else config.pipelines
         if copies > 1 and stages:
@@ -36,8 +36,10 @@ def with_shares(
                 modules = {
                     j: load_stage_class(config.folder, plan.stages[j], code)() for j in stages
                 }
-            share, own = _of_fullest(plan, modules, config, copies)
-            shares.append((share, copies))
+            share, largest, own = _of_fullest(plan, modules, config, copies)
+            indivisible = f" ({largest} is one tensor)" if share > 1.25 / copies else ""
+            text = f"{counted(copies, 'replica')}, of which the fullest has {write_share(share)}"
+            shares.append((share, text + indivisible))
             memories |= own
     if not shares:
         return plan, ""
@@ -48,11 +50,7 @@ def with_shares(
         for stage in plan.stages
     )
     what = "optimizer state" if config.zero < GRADIENTS else "optimizer state and gradients"
-    share, copies = max(shares)
-    return replace(plan, stages=tuple(changed)), (
-        f"{what} shared out over {counted(copies, 'replica')}, of which the fullest has "
-        f"{write_share(share)}"
-    )
+    return replace(plan, stages=tuple(changed)), f"{what} shared out over {max(shares)[1]}"
 
 
 def with_sums(
@@ -72,8 +70,9 @@ def with_sums(
 
 def _of_fullest(
     plan: Plan, modules: Mapping[int, nn.Module], config: RunConfig, copies: int
-) -> tuple[float, dict[int, StageMemory]]:
-    """The share of the replica that owns most of a rank's stages, and its memory of each."""
+) -> tuple[float, str, dict[int, StageMemory]]:
+    """The share of the replica that owns most of a rank's stages, the name of the largest
+    parameter, and its memory of each stage."""
     sizes = sizes_of(plan, modules, config)
     owners = owners_of([size for *_, size in sizes], copies)
     loads = [0] * copies
@@ -82,10 +81,16 @@ def _of_fullest(
     most = loads.index(max(loads))
     own = {id(each) for (_, each, _), owner in zip(sizes, owners, strict=True) if owner == most}
     of_size = {id(each): size for _, each, size in sizes}
-    return max(loads) / (sum(loads) or 1), {
-        stage: _divided(plan, stage, module, own, of_size, config)
-        for stage, module in modules.items()
-    }
+    names = {id(p): name for each in modules.values() for name, p in each.named_parameters()}
+    largest = max(of_size, key=of_size.__getitem__, default=0)
+    return (
+        max(loads) / (sum(loads) or 1),
+        names.get(largest, ""),
+        {
+            stage: _divided(plan, stage, module, own, of_size, config)
+            for stage, module in modules.items()
+        },
+    )
 
 
 def _divided(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import asyncpipe
 from asyncpipe.partitioner.models.load import load_model
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.sharding.owners import owners_of
+from asyncpipe.runtime.sharding.shards import MESSAGE_BYTES, UNDER_WAY, OwnedSteps, Shards
+from asyncpipe.runtime.training.clipping import NormShare
+from asyncpipe.runtime.training.replica_gradients import GradientSums
 from asyncpipe.tests.support.models.copies import made_once
 from asyncpipe.tests.support.oracles.resumed_runs import as_ended_at, train
 from asyncpipe.tests.support.processes.gloo_ranks import RankError, run_processes
@@ -213,3 +219,60 @@ def test_owners_are_balanced() -> None:
     loads = [sum(s for s, own in zip(sizes, owners, strict=True) if own == copy) for copy in (0, 1)]
     assert sorted(loads) == [40, 40]
     assert owners_of([5], 4) == (0,)
+
+
+def step_both(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Parameters after three steps of their owners, and of torch's optimizer."""
+    torch.manual_seed(0)
+    shapes = [(9, 4), (4,), (7, 7), (3, 5), (11,)]
+    both = [[nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2)]
+    own, torchs = both
+    owners = owners_of([each.numel() for each in own], 2)
+    steps = OwnedSteps(Shards(dict(zip(own, owners, strict=True)), rank, dist.group.WORLD))
+    mine = torch.optim.AdamW([each for each in own if steps.shards.owns(each)], lr=0.1)
+    theirs = ZeroRedundancyOptimizer(torchs, torch.optim.AdamW, lr=0.1)
+    for _ in range(3):
+        for one, other in zip(own, torchs, strict=True):
+            one.grad = torch.randn(one.shape)
+            other.grad = one.grad.clone()
+        mine.step()
+        steps.finish_step()
+        theirs.step()
+    return [(one.detach(), other.detach()) for one, other in zip(own, torchs, strict=True)]
+
+
+def test_owners_step_as_torch_s_zero_redundancy_optimizer() -> None:
+    for rank in run_processes(2, step_both):
+        assert not isinstance(rank, RankError), rank
+        assert all(torch.equal(one, other) for one, other in rank)
+
+
+def sum_each(rank: int) -> list[tuple[int, int]]:
+    """The bytes of gradients after the backward of each micro-batch, and at the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(24))).double()
+    parameters = list(model.parameters())
+    owners = dict(zip(parameters, owners_of([each.nbytes for each in parameters], 2), strict=True))
+    shards = Shards(owners, rank, dist.group.WORLD, each_backward=True)
+    share = NormShare(parameters, {}, [], shards=shards)
+    sums = GradientSums({0: share}, dist.group.WORLD, "ranks")
+    found = []
+    for _ in range(2):
+        sums.expect(0)
+        model(torch.randn(2, 512, dtype=torch.float64)).sum().backward()
+        sums.begin(0)
+        assert all(each.grad is None for each in parameters)
+        tensors = [each for each in gc.get_objects() if type(each) is Tensor and each.numel() > 512]
+        storages = {each.untyped_storage()._cdata: each.nbytes for each in tensors}
+        found.append((sum(storages.values()), sum(each.nbytes for each in parameters)))
+    sums.finish(0)
+    owned = [each.grad is not None for each in parameters]
+    assert owned == [shards.owns(each) for each in parameters]
+    return found
+
+
+def test_each_replica_keeps_its_part_of_the_gradients_between_micro_batches() -> None:
+    for rank in run_processes(2, sum_each):
+        assert not isinstance(rank, RankError), rank
+        for kept, whole in rank:
+            assert kept <= whole / 2 + (UNDER_WAY + 1) * MESSAGE_BYTES
