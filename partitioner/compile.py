@@ -7,25 +7,23 @@ what all phases read, and of the results of the phases before it.
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..runtime.errors import PlanError
-from ..runtime.formatting import write_large_count
 from ..runtime.freezing.blocks import blocks_of
 from ..runtime.plan.plan import NOT_STORED, ON_META, Plan
 from ..runtime.plan.trust import remember
 from ..runtime.plan.validate import contradiction
+from ..runtime.tensor_parallel.ranks import TensorRanks, using
 from ..runtime.user_code import portable
 from .assemble_plan import PlanFacts, assemble
 from .capture import Capture, read_arguments
-from .capture import capture as capture_model
 from .capture.graph import refused_sizes
 from .capture.model_state import unchanged
 from .codegen import extra_tensors, generate, header_of, render_readme
@@ -33,7 +31,8 @@ from .graph.build import with_copies
 from .graph.constraints import Demands, find_demands, groups_to_cut_before
 from .graph.costs import LOCALHOST
 from .graph.rematerialize import Prices, Recomputation
-from .models.load import ModelSource, given_source, load_model
+from .load_and_capture import capture_source, load
+from .models.load import ModelSource, given_source
 from .output import (
     OnPhase,
     PhaseTimer,
@@ -68,7 +67,7 @@ from .profiling import (
 )
 from .report import render_report
 from .split.split import crossing_if_sent, homes_of
-from .tensor_parallel import split_over_ranks
+from .tensor_parallel import SplitModel, split_over_ranks
 from .verify import verify
 from .verify_parts import verify_parts
 
@@ -189,8 +188,9 @@ def partition_source(
     check_profile(options)
     job = Compilation(source, options, cluster, ranks, command, PhaseTimer(on_phase), on_progress)
     captured = capture_phase(job)
-    profile = profile_phase(job, captured)
-    planned = plan_phase(job, captured, profile)
+    with using(TensorRanks(size=options.tensor_parallel)):
+        profile = profile_phase(job, captured)
+        planned = plan_phase(job, captured, profile)
     if options.stop_after is not None:
         return planned.plan
     if options.elastic is not None:
@@ -207,71 +207,44 @@ def partition_source(
 # --- load, capture, profile -----------------------------------------------------------------
 
 
-def load(spec: str, options: PartitionOptions, on_phase: OnPhase | None) -> ModelSource:
-    """Builds the model that `spec` names, the first phase."""
-    start = time.perf_counter()
-    source = load_model(
-        spec,
-        model_args=options.model_args,
-        micro_batch_size=options.micro_batch_size,
-        seq=options.seq,
-        seed=options.seed,
-        meta=options.meta,
-        pretrained=options.pretrained,
-        inputs=options.inputs,
-    )
-    if on_phase:
-        number = sum(parameter.numel() for parameter in source.model.parameters())
-        detail = f"{spec} · {write_large_count(number)} parameters · weights: {source.weights}"
-        on_phase("load", detail, time.perf_counter() - start, "capture")
-    return source
-
-
-def capture_source(source: ModelSource, options: PartitionOptions) -> Capture:
-    """The graph of the model, not yet compared with it: `verify` compares more."""
-    return capture_model(
-        source.model,
-        source.example_inputs,
-        batch_dim=options.batch_dim,
-        sequence_dim=options.sequence_dim,
-        leaves=options.leaves,
-        check=False,
-        method=options.capture,
-        mode=options.mode,
-    )
-
-
 @dataclass(frozen=True)
 class Captured:
     """The result of the capture.
 
-    capture: the graph and its inputs
+    capture: the graph and its inputs, with the parameters that one tensor rank has
+    whole: the model with all of its parameters, for the code
     graph_hash: SHA-256 of the graph, which identifies the model of a folder
     demands: the cuts and groupings that the user demands
     cached: the nodes that a run with a cache computes once, so that they take no time
+    regions: nodes that must be in one stage because tensor ranks have parts of their values
     """
 
     capture: Capture
+    whole: nn.Module
     graph_hash: str
     demands: Demands
     cached: frozenset[str] = frozenset()
+    regions: tuple[Collection[fx.Node], ...] = ()
 
 
 def capture_phase(job: Compilation) -> Captured:
     """Captures the model and finds the nodes that `cut_at` and `keep_together` name."""
     options = job.options
     capture = capture_source(job.source, options)
+    split = SplitModel(capture, capture)
     if options.tensor_parallel > 1:
         given = read_arguments(job.source.model, job.source.example_inputs)
-        capture = split_over_ranks(capture, given.tensors, options.tensor_parallel)
-    digest = capture.sha256
+        stages = options.stages or job.ranks
+        split = split_over_ranks(capture, given.tensors, options.tensor_parallel, stages)
+    digest = split.capture.sha256
     if options.stages or options.output:
         job.target(options.stages or job.ranks, digest)
     demands = find_demands(
-        capture, options.cut_at, options.keep_together, options.stages or job.ranks
+        split.capture, options.cut_at, options.keep_together, options.stages or job.ranks
     )
-    job.end_phase("capture", describe_capture(capture), "profile")
-    return Captured(capture, digest, demands)
+    job.end_phase("capture", describe_capture(split.capture), "profile")
+    whole = split.capture.model
+    return Captured(split.of_rank, whole, digest, demands, regions=split.regions)
 
 
 def profile_phase(job: Compilation, captured: Captured) -> Profile:
@@ -293,12 +266,14 @@ class Planned:
 
     plan: the plan, without the hashes of its stages
     cut: the captured model as it is cut into stages
+    whole: the model with all of its parameters, for the code
     folder: the folder to write
     graph_hash: see `Captured`
     """
 
     plan: Plan
     cut: Cut
+    whole: nn.Module
     folder: Path
     graph_hash: str
 
@@ -311,7 +286,7 @@ def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planne
         captured.capture,
         job.source.name,
         Recomputation(captured.capture, prices),
-        [nodes for _, nodes in captured.demands.together],
+        [*(nodes for _, nodes in captured.demands.together), *captured.regions],
         update_ms_per_byte(profile, options.optimizer, cached=not options.no_cache),
         captured.cached,
     ).predicted_for(job.cluster, options.dtype)
@@ -352,7 +327,7 @@ def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planne
     plan = replace(plan, findings=(*findings, *explain_micro_batches(plan)))
     if options.explain:
         job.end_phase("explain", f"{len(plan.findings)} findings", "generate")
-    return Planned(plan, chosen, folder, captured.graph_hash)
+    return Planned(plan, chosen, captured.whole, folder, captured.graph_hash)
 
 
 def _facts(job: Compilation, stages: int) -> PlanFacts:
@@ -387,11 +362,12 @@ class Generated:
 
 def generate_phase(job: Compilation, planned: Planned) -> Generated:
     """The texts of the folder, and the plan completed with their hashes."""
-    constants = extra_tensors(planned.cut.captured, planned.cut.stages)
+    captured = replace(planned.cut.captured, model=planned.whole)
+    constants = extra_tensors(captured, planned.cut.stages)
     ranks = job.options.tensor_parallel
     plan = replace(planned.plan, constants=tuple(constants), tensor_parallel=ranks)
     header = header_of(plan, planned.graph_hash)
-    files = generate(planned.cut.captured, planned.cut.stages, header, code=job.options.code)
+    files = generate(captured, planned.cut.stages, header, code=job.options.code)
     plan = replace(
         plan,
         hashes={"graph": planned.graph_hash},

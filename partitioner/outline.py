@@ -16,7 +16,7 @@ from typing import Any, Unpack
 from torch import Tensor, fx, nn
 
 from .capture import Capture, ModuleCall
-from .compile import capture_source, load
+from .load_and_capture import capture_source, load
 from .models.load import ModelSource, given_source
 from .output import OnPhase, PhaseTimer, describe_capture
 from .planning.keywords import OutlineKeywords

@@ -17,6 +17,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -252,8 +253,9 @@ def together(
 
     if len(runs) == 1:
         return [times_of(0)]
+    contexts = [copy_context() for _ in runs]
     with ThreadPoolExecutor(len(runs)) as pool:
-        return list(pool.map(timed, range(len(runs))))
+        return list(pool.map(lambda place: contexts[place].run(timed, place), range(len(runs))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,16 +19,21 @@ from torch import fx
 from ...runtime.errors import PlanError
 from ..capture import Capture
 from .derive import Derivation, derive
-from .rewrite import rewrite
+from .rewrite import SplitModel, rewrite
+
+__all__ = ["SplitModel", "split_over_ranks"]
 
 
-def split_over_ranks(capture: Capture, inputs: Mapping[str, Any], size: int) -> Capture:
+def split_over_ranks(
+    capture: Capture, inputs: Mapping[str, Any], size: int, stages: int
+) -> SplitModel:
     """The capture with the layers that `size` tensor ranks can share out, found on the example
-    `inputs`. Notes say which layers each rank computes whole, and why.
+    `inputs`, so that it can be cut into `stages`. Notes say which layers each rank computes whole,
+    and why.
 
     Changes the graph of `capture`. Raises PlanError if there is no such layer.
     """
-    derivation = derive(capture, inputs, size)
+    derivation = derive(capture, inputs, size, stages)
     notes = tuple(_notes(derivation))
     if not derivation.decisions:
         why = f": {notes[0]}" if notes else ""
@@ -36,7 +41,7 @@ def split_over_ranks(capture: Capture, inputs: Mapping[str, Any], size: int) -> 
             f"no layer can be shared out over {size} tensor ranks{why}.",
             "Leave out --tensor-parallel, or choose a number that divides heads and widths.",
         )
-    return replace(rewrite(capture, derivation), notes=(*capture.notes, *notes))
+    return rewrite(replace(capture, notes=(*capture.notes, *notes)), derivation)
 
 
 def _notes(derivation: Derivation) -> list[str]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import networkx as nx
 from torch import Tensor, fx
 
 from ...runtime.tensor_parallel.ranks import Split
@@ -30,6 +31,8 @@ from .decisions import SPLIT_FUNCTIONS, Decision, layer_for
 from .probe import Placement, Probe, Summands, Unplaced, is_close, is_split, items_of, splits_in
 
 _NUMBERS = "cannot share out"
+_LONGEST = 0.75
+"""The longest way of values in parts, as a share of the operations of a stage."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,16 @@ class _Failed(Exception):
         self.node, self.reason, self.sources, self.is_final = node, reason, sources, is_final
 
 
-def derive(capture: Capture, inputs: Mapping[str, Any], size: int) -> Derivation:
-    """The layers of `capture` that `size` ranks can share out, found on the example `inputs`.
+def derive(capture: Capture, inputs: Mapping[str, Any], size: int, stages: int = 1) -> Derivation:
+    """The layers of `capture` that `size` ranks can share out, found on the example `inputs`. No
+    value in parts crosses a boundary, so those of several `stages` are within few blocks.
 
     The model is unchanged afterwards. Runs every operation that reads parts a few times on parts of
     the example's values.
     """
     probe = Probe(capture, inputs, size)
     with probe.ready():
-        search = _Search(probe)
+        search = _Search(probe, stages)
         while True:
             try:
                 decisions = search.propagated()
@@ -92,8 +96,10 @@ def derive(capture: Capture, inputs: Mapping[str, Any], size: int) -> Derivation
 class _Search:
     """Propagates placements through the graph, and learns from failures which products to close."""
 
-    def __init__(self, probe: Probe) -> None:
+    def __init__(self, probe: Probe, stages: int) -> None:
         self.probe = probe
+        calls = sum(node.op.startswith("call") for node in probe.capture.graph.nodes)
+        self._longest = _LONGEST * calls / stages if stages > 1 else calls
         self._candidates = Candidates(probe)
         self.closed: dict[fx.Node, Closed] = {}
         self._choice: dict[fx.Node, int] = {}
@@ -121,7 +127,29 @@ class _Search:
             if is_split(decision.result):
                 places[node] = decision.result
         self._verify_weights(decisions, sources)
+        self._verify_lengths(places, sources)
         return decisions
+
+    def _verify_lengths(
+        self,
+        places: Mapping[fx.Node, Placement],
+        sources: Mapping[fx.Node, frozenset[fx.Node]],
+    ) -> None:
+        """Raises _Failed if values in parts follow each other over more of the graph than can be in
+        one stage."""
+        order = {node: place for place, node in enumerate(self.probe.capture.graph.nodes)}
+        graph = nx.Graph()
+        last: dict[fx.Node, fx.Node] = {}
+        for node in places:
+            graph.add_edges_from((source, node) for source in sources[node])
+            last.update(dict.fromkeys(sources[node], node))
+        for nodes in nx.connected_components(graph):
+            places_in = [order[node] for node in nodes]
+            if max(places_in) - min(places_in) <= self._longest:
+                continue
+            widest = max(nodes & last.keys(), key=lambda node: order[last[node]] - order[node])
+            why = f"its parts are read up to {operation_name(last[widest])}, over several stages"
+            raise _Failed(widest, why, frozenset([widest]), is_final=True)
 
     def _verify_weights(
         self,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import networkx as nx
 from torch import Tensor, fx, nn
 
 from ...runtime.tensor_parallel.functions import (
@@ -26,9 +27,23 @@ from .derive import Derivation
 from .probe import Placement, is_split
 
 
-def rewrite(capture: Capture, derivation: Derivation) -> Capture:
-    """The capture with split layers, in the same graph, which is changed, and with a copy of the
-    model that holds the same parameters."""
+@dataclass(frozen=True)
+class SplitModel:
+    """A captured model with layers that tensor ranks share out.
+
+    capture: the graph, with a model that holds the whole tensors
+    of_rank: the same with the parts of the first rank: what is profiled, with as many ranks
+    regions: nodes between which values are in parts, so that no boundary may lie there
+    """
+
+    capture: Capture
+    of_rank: Capture
+    regions: tuple[frozenset[fx.Node], ...] = ()
+
+
+def rewrite(capture: Capture, derivation: Derivation) -> SplitModel:
+    """The capture with split layers, in the same graph, which is changed, and with copies of the
+    model that hold the same tensors or parts of them."""
     return _Rewriter(capture, derivation).result()
 
 
@@ -44,8 +59,10 @@ class _Rewriter:
         self._names = _names_of(capture.model)
         self._split_parameters = self._found_parameters()
         self._summed: dict[fx.Node, fx.Node] = {}
+        self._parts: dict[str, Split] = {}
+        self._size = derivation.size
 
-    def result(self) -> Capture:
+    def result(self) -> SplitModel:
         for node, decision in self._decisions.items():
             self._rewrite(node, decision)
         modules = {path: layer.module for path, layer in self._layers.items()}
@@ -58,13 +75,28 @@ class _Rewriter:
             )
             for call, record in self._capture.calls.items()
         }
-        return replace(
+        capture = replace(
             self._capture,
             model=_with_modules(self._capture.model, modules),
             calls=calls,
             splits={**self._by_all_names(), **splits},
             shared=frozenset(path for path, layer in self._layers.items() if layer.is_shared),
         )
+        of_rank = _model_of_rank(capture.model, self._parts | self._by_all_names(), self._size)
+        return SplitModel(capture, replace(capture, model=of_rank), self._regions())
+
+    def _regions(self) -> tuple[frozenset[fx.Node], ...]:
+        """The rewritten nodes, joined where one reads another's part or summand."""
+        graph = nx.Graph()
+        inserted = set(self._inputs.values())
+        for node in self._decisions:
+            graph.add_node(node)
+            for source in node.all_input_nodes:
+                if source in inserted or self._is_split(source):
+                    graph.add_edge(source, node)
+            if node in self._summed:
+                graph.add_edge(node, self._summed[node])
+        return tuple(map(frozenset, nx.connected_components(graph)))
 
     # --- parameters -------------------------------------------------------------------------
 
@@ -120,6 +152,9 @@ class _Rewriter:
         layer = layer_for(self._capture.model.get_submodule(path), decision)
         assert layer is not None, path
         self._layers.setdefault(path, layer)
+        for name, place in decision.state.items():
+            if isinstance(place, Split):
+                self._parts[f"{path}.{name}"] = place
 
     def _replace_input(self, node: fx.Node, source: fx.Node, decision: Decision) -> None:
         """What a node reads instead of a whole value."""
@@ -251,3 +286,22 @@ def _with_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Modu
         return copies[id(module)]
 
     return copied(model)
+
+
+def _model_of_rank(model: nn.Module, parts: Mapping[str, Split], size: int) -> nn.Module:
+    """A copy of the module tree in which split tensors are the parts of the first rank."""
+    copied = _with_modules(model, {})
+    tensors = _tensors_of(model)
+    made: dict[tuple[int, Split], Tensor] = {}
+    for name, split in parts.items():
+        whole = tensors[name]
+        path, _, last = name.rpartition(".")
+        owner = copied.get_submodule(path)
+        part = made.setdefault((id(whole), split), _part(whole, split, size))
+        setattr(owner, last, part)
+    return copied
+
+
+def _part(whole: Tensor, split: Split, size: int) -> Tensor:
+    part = split.part(whole.detach(), 0, size).contiguous()
+    return nn.Parameter(part, whole.requires_grad) if isinstance(whole, nn.Parameter) else part

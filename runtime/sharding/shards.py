@@ -111,7 +111,7 @@ class Shards:
         owner = self.owner(parameter)
         is_own = owner == self.copy
         if len(tensors) == 1 and tensors[0].is_contiguous():
-            flat, targets = tensors[0].detach().view(-1), []  # no copy of the largest parameters
+            flat, targets: list[Tensor] = tensors[0].detach().view(-1), []  # no copy of the largest parameters
         elif is_own:
             flat, targets = torch.cat([tensor.reshape(-1) for tensor in tensors]), []
         else:
