@@ -335,8 +335,8 @@ class PartitionOptions:
         check_options({entry.name: getattr(self, entry.name) for entry in fields(self)})
         if self.lengths:
             check_lengths(self.lengths, self.stages, self.schedule)
-            for name in ("devices", "ranks", "stop_after"):
-                if getattr(self, name) is not None:
+            for name in ("devices", "ranks", "stop_after", "tensor_parallel"):
+                if getattr(self, name) not in (None, 1):
                     raise PlanError(
                         f"--elastic writes the plans of equal ranks, but {flag_of(name)} is given.",
                         "Leave one of them out.",
