@@ -110,8 +110,9 @@ class Shards:
     def _broadcast(self, tensors: list[Tensor], parameter: Tensor) -> _Message:
         owner = self.owner(parameter)
         is_own = owner == self.copy
+        targets: list[Tensor] = []
         if len(tensors) == 1 and tensors[0].is_contiguous():
-            flat, targets: list[Tensor] = tensors[0].detach().view(-1), []  # no copy of the largest parameters
+            flat, targets = tensors[0].detach().view(-1), []  # no copy of the largest parameters
         elif is_own:
             flat, targets = torch.cat([tensor.reshape(-1) for tensor in tensors]), []
         else:
