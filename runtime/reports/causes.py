@@ -163,6 +163,11 @@ def _sentence(cause: str, measured: str, run: RunRecords) -> str:
                 f"Communication takes {takes}{details}: asyncpipe-comm diagnose with {ranks} ranks "
                 "where the run was finds which link or process it is."
             )
+        case "exchange" if run.start.get("tensor_ranks", 1) > 1:
+            return (
+                f"Sums over tensor ranks and replicas take {takes}: use a smaller "
+                "--tensor-parallel, fewer --replicas, or a larger --micro-batch-size."
+            )
         case "exchange":
             return (
                 f"The sum of gradients over replicas takes {takes}: use fewer --replicas, or more "
