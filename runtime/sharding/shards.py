@@ -112,9 +112,9 @@ class Shards:
         is_own = owner == self.copy
         targets: list[Tensor] = []
         if len(tensors) == 1 and tensors[0].is_contiguous():
-            flat, targets = tensors[0].detach().view(-1), []  # no copy of the largest parameters
+            flat = tensors[0].detach().view(-1)  # no copy of the largest parameters
         elif is_own:
-            flat, targets = torch.cat([tensor.reshape(-1) for tensor in tensors]), []
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         else:
             numbers = sum(tensor.numel() for tensor in tensors)
             flat, targets = tensors[0].new_empty(numbers), tensors
