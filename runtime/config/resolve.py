@@ -25,7 +25,7 @@ from .asynchronous_options import (
     resolve_steps,
     with_methods,
 )
-from .batch_layout import StepBatch, in_words, stage_replicas, uses_symbol, with_replicas
+from .batch_layout import StepBatch, check_zero, in_words, uses_symbol, with_replicas
 from .freezing_options import resolve_freezing
 from .mixed_precision import check_precision, with_recompute
 from .settings import RunConfig, Settings, SettingsError, left_over
@@ -81,7 +81,7 @@ def resolve(
     _check_batch_norm(settings, plan)
     task = find_task(plan, criterion=criterion, architecture=architecture)
     settings = with_replicas(with_tensor_ranks(settings, plan), plan)
-    _check_zero(settings, plan)
+    check_zero(settings, plan)
     sizes = _batch(settings, plan)
     batch = StepBatch.divided(**sizes, replicas=settings.replicas or 1)
     settings = replace(settings, **sizes)
@@ -137,16 +137,6 @@ def _evaluations(settings: Settings, plan: Plan) -> Settings:
     if settings.eval_every or settings.keep_best:
         verify_evaluates(plan)
     return replace(settings, eval_batches=0)
-
-
-def _check_zero(settings: Settings, plan: Plan) -> None:
-    has_one = settings.replicas == 1 or not (settings.replicas or stage_replicas(plan, settings))
-    if settings.zero and has_one and not settings.elastic:
-        raise SettingsError(
-            f"--zero {settings.zero} shares optimizer state out over replicas, but there is 1 "
-            "replica.",
-            "--replicas 2, or leave it out.",
-        )
 
 
 def sized_plan(plan: Plan, config: RunConfig) -> Plan:

@@ -87,8 +87,9 @@ def test_a_stage_on_two_ranks_trains_as_the_plain_model(folders: Path, tmp_path:
     ]
 
 
+@pytest.mark.parametrize("zero", [0, 1])
 def test_a_parameter_of_several_stages_is_summed_over_all_their_replicas(
-    folders: Path, tmp_path: Path
+    folders: Path, tmp_path: Path, zero: int
 ) -> None:
     given = {"data": str(folders / "text.txt"), "clip": 0.5}
     one = train(folders / "text", tmp_path / "one", schedule="single", **given)
@@ -98,6 +99,7 @@ def test_a_parameter_of_several_stages_is_summed_over_all_their_replicas(
         transport="gloo",
         check_replicas=1,
         schedule="gpipe",
+        zero=zero,
         **given,
     )
     assert_same_training(one, two, PlainText())
@@ -143,6 +145,13 @@ def test_what_does_not_go_with_them_is_refused(
     with pytest.raises(SettingsError, match=match) as error:
         run(settings(folders / "mlp", tmp_path / "run", **given), FACTORY)
     assert "--replicas 1 for one rank a stage" in error.value.cure
+
+
+def test_gradients_of_micro_batches_that_replicas_do_not_share_have_no_owner(
+    folders: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SettingsError, match="has stage 0 on ranks 0-1, which have micro-batches"):
+        run(settings(folders / "mlp", tmp_path / "run", zero=2), FACTORY)
 
 
 def test_too_few_micro_batches_are_refused(folders: Path, tmp_path: Path) -> None:
