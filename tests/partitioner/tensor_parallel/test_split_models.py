@@ -150,6 +150,13 @@ def test_a_model_without_a_layer_to_split_is_refused_with_the_reason(tmp_path: P
         split(tmp_path / "net", model, {"input": torch.ones(2, 4)})
 
 
+def test_a_model_on_meta_is_refused_with_the_cure(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model, x = Attention(), torch.randn(2, 5, 16)
+    with pytest.raises(PlanError, match="on meta, without weights"):
+        split(tmp_path / "net", model, {"x": x})
+
+
 def test_a_sum_over_the_ranks_that_is_left_out_is_seen(tmp_path: Path) -> None:
     model, x = Pictures(), torch.randn(4, 3, 6, 6)
     split(tmp_path / "net", model, {"x": x})
