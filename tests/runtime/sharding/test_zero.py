@@ -21,6 +21,7 @@ from asyncpipe.runtime.sharding.shards import MESSAGE_BYTES, UNDER_WAY, OwnedSte
 from asyncpipe.runtime.training.clipping import NormShare
 from asyncpipe.runtime.training.replica_gradients import GradientSums
 from asyncpipe.tests.support.models.copies import made_once
+from asyncpipe.tests.support.models.split_folders import write_split_mlp
 from asyncpipe.tests.support.oracles.resumed_runs import as_ended_at, train
 from asyncpipe.tests.support.processes.gloo_ranks import RankError, run_processes
 
@@ -169,6 +170,23 @@ def test_a_run_resumes_at_any_level_and_number_of_replicas(folder: Path, tmp_pat
         for key, value in whole.state.items():
             if key.startswith("optimizer."):
                 torch.testing.assert_close(resumed.state[key], value, rtol=0, atol=1e-12, msg=key)
+
+
+def test_tensor_ranks_have_owners_among_the_replicas_of_their_parts(tmp_path: Path) -> None:
+    write_split_mlp(tmp_path / "split", stages=1, batch_norm=False)
+    given = {"replicas": 2, "micro_batches": 2, "clip": 0.5, "dtype": "float64"}
+    plain, split = (
+        train(tmp_path / "split", tmp_path / name, optimizer="adamw", **given, **options)
+        for name, options in (("plain", {}), ("shared", {"tensor_parallel": 2, "zero": 1}))
+    )
+    assert list(split.of("loss").values()) == pytest.approx(list(plain.of("loss").values()))
+    kept, own = (
+        {name for name in each.state if name.startswith("optimizer.")} for each in (plain, split)
+    )
+    assert kept == own
+    for found, expected in ((split.weights, plain.weights), (split.state, plain.state)):
+        for name in expected.keys() & found.keys() & {*plain.weights, *kept}:
+            torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-12, msg=name)
 
 
 OWN = """
