@@ -8,19 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..errors import PlanError
-from .ranks import Split, TensorRanks, current_ranks
+from .ranks import Split, TensorRanks, current_ranks, share
 
 
 def local(number: int) -> int:
     """The share of each rank of a size that is divided. Raises PlanError if it cannot be."""
-    size = current_ranks().size
-    if number % size:
-        raise PlanError(
-            f"{number} cannot be divided over {size} tensor ranks.",
-            f"Use --tensor-parallel with a divisor of {number}.",
-        )
-    return number // size
+    return share(number, current_ranks().size)
 
 
 def parallel_input(x: Tensor) -> Tensor:

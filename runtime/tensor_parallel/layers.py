@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .functions import local, on_one_rank, parallel_input, split_dropout, sum_over_ranks
-from .ranks import Split, current_ranks, mark_split
+from .ranks import Split, current_ranks, mark_split, share
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -33,7 +33,8 @@ class ColumnLinear(nn.Linear):
         groups: int = 1,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, local(out_features), bias, dtype=dtype)
+        own = share(out_features, current_ranks().size, groups)
+        super().__init__(in_features, own, bias, dtype=dtype)
         self.groups = groups
         mark_split(self.weight, Split(0, groups))
         if self.bias is not None:
@@ -53,7 +54,8 @@ class RowLinear(nn.Linear):
         groups: int = 1,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(local(in_features), out_features, bias, dtype=dtype)
+        own = share(in_features, current_ranks().size, groups)
+        super().__init__(own, out_features, bias, dtype=dtype)
         self.groups = groups
         mark_split(self.weight, Split(1, groups))
 

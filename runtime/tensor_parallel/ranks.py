@@ -11,6 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import PlanError
+
+
+def share(length: int, size: int, groups: int = 1) -> int:
+    """The share of each of `size` ranks of a length of equal blocks. Raises PlanError if the ranks
+    cannot divide it."""
+    if length % (groups * size):
+        blocks = f" in {groups} equal blocks" if groups > 1 else ""
+        raise PlanError(
+            f"{length}{blocks} cannot be divided over {size} tensor ranks.",
+            f"Use --tensor-parallel with a divisor of {length // groups}.",
+        )
+    return length // size
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -30,9 +44,10 @@ class Split:
         return length % (self.groups * size) == 0
 
     def ranges(self, length: int, rank: int, size: int) -> list[tuple[int, int]]:
-        """The ranges of the dimension that one rank holds, as (first, last + 1)."""
+        """The ranges of the dimension that one rank holds, as (first, last + 1). Raises PlanError
+        if the ranks cannot divide it."""
         block = length // self.groups
-        part = block // size
+        part = share(length, size, self.groups) // self.groups
         starts = [group * block + rank * part for group in range(self.groups)]
         return [(start, start + part) for start in starts]
 
