@@ -86,18 +86,25 @@ def layer_for(module: nn.Module, decision: Decision) -> Layer | None:
         if isinstance(module, nn.Linear) or split.groups == 1:
             return Layer(_built(module, known, split))
         return None
+    alike = None if decision.sums else split_alike(module, state)
+    return alike and Layer(module, split=alike)
+
+
+def split_alike(module: nn.Module, state: Mapping[str, Split | Summands | None]) -> Split | None:
+    """The division of a module of which all parameters and buffers are divided alike: along one
+    dimension, or the only one of vectors."""
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
-    splits = {place for name, place in state.items() if tensors[name].dim() > 1}
-    main = splits.pop() if splits else next(iter(state.values()))
-    if splits or decision.sums or not isinstance(main, Split):
+    places = {state.get(name): tensor.dim() for name, tensor in tensors.items() if tensor.dim()}
+    main = max(places, key=lambda place: places[place], default=None)
+    if not isinstance(main, Split):
         return None
     vector = Split(0, main.groups)
-    is_usual = all(
+    is_alike = all(
         state.get(name) == (main if tensor.dim() > 1 else vector)
         for name, tensor in tensors.items()
         if tensor.dim()
     )
-    return Layer(module, split=main) if is_usual else None
+    return main if is_alike else None
 
 
 def _unsplit(module: nn.Module, decision: Decision) -> Layer | None:

@@ -22,7 +22,8 @@ from ...runtime.tensor_parallel.functions import (
 )
 from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture
-from .decisions import SPLIT_FUNCTIONS, Decision, Layer, layer_for
+from ..capture.leaf_modules import leaf_around
+from .decisions import SPLIT_FUNCTIONS, Decision, Layer, layer_for, split_alike
 from .derive import Derivation
 from .probe import Placement, is_split
 
@@ -57,6 +58,7 @@ class _Rewriter:
             (storage for node in self._graph.nodes for storage in node.meta["storages"]), default=0
         )
         self._names = _names_of(capture.model)
+        self._read_modules: dict[str, Split] = {}
         self._split_parameters = self._found_parameters()
         self._summed: dict[fx.Node, fx.Node] = {}
         self._parts: dict[str, Split] = {}
@@ -79,7 +81,7 @@ class _Rewriter:
             self._capture,
             model=_with_modules(self._capture.model, modules),
             calls=calls,
-            splits={**self._by_all_names(), **splits},
+            splits={**self._by_all_names(), **self._read_modules, **splits},
             shared=frozenset(path for path, layer in self._layers.items() if layer.is_shared),
         )
         of_rank = _model_of_rank(capture.model, self._parts | self._by_all_names(), self._size)
@@ -117,7 +119,32 @@ class _Rewriter:
             place = places.pop()
             if isinstance(place, Split):
                 found[node] = place
-        return found
+        return self._in_written_modules(found)
+
+    def _in_written_modules(self, found: dict[fx.Node, Split]) -> dict[fx.Node, Split]:
+        """Those of the parameters that generated code can divide: their own, and those of modules
+        of torch of which all are divided alike. Parts are taken of the others."""
+        model = self._capture.model
+        by_name = {
+            name: split for node, split in found.items() for name in self._names_of_parameter(node)
+        }
+        holders = {name: leaf_around(model, name, ()) for name in by_name}
+        for path in {holder for holder in holders.values() if holder is not None}:
+            module = model.get_submodule(path)
+            inside = {name: by_name.get(f"{path}.{name}") for name in module.state_dict()}
+            if (split := split_alike(module, inside)) is not None:
+                self._read_modules[path] = split
+        return {
+            node: split
+            for node, split in found.items()
+            if all(
+                holders[name] is None or holders[name] in self._read_modules
+                for name in self._names_of_parameter(node)
+            )
+        }
+
+    def _names_of_parameter(self, node: fx.Node) -> list[str]:
+        return self._names.get(str(node.target), [str(node.target)])
 
     def _place(self, user: fx.Node, node: fx.Node) -> Split | None:
         decision = self._decisions.get(user)
@@ -127,7 +154,7 @@ class _Rewriter:
         return {
             name: split
             for node, split in self._split_parameters.items()
-            for name in self._names.get(str(node.target), (str(node.target),))
+            for name in self._names_of_parameter(node)
         }
 
     # --- nodes ------------------------------------------------------------------------------

@@ -66,6 +66,22 @@ class local(nn.Module):
         return self.down(self.up(sum_over_ranks).relu())
 
 
+class Read(nn.Module):
+    """Weights of layers that are read and not called: all of one, a part of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.channels, self.step = nn.Conv1d(16, 16, 3, padding=1, groups=16), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.channels.weight.squeeze(1).unsqueeze(1)
+        y = self.up(x).transpose(1, 2)
+        y = nn.functional.conv1d(y, weight, self.channels.bias, padding=1, groups=16)
+        scale = self.step.weight @ x.transpose(1, 2) + self.step.bias.float()[:, None]
+        return self.down((y * scale).transpose(1, 2))
+
+
 def split(
     folder: Path, model: nn.Module, inputs: dict[str, Any], size: int = 2, **options: Any
 ) -> str:
@@ -120,6 +136,12 @@ def test_names_of_a_model_that_are_those_of_split_layers_stay_apart(tmp_path: Pa
     text = split(tmp_path / "net", local(), {"x": torch.randn(4, 16)})
     assert share(tmp_path / "net") == 1.0
     assert "import (" in text or "import ColumnLinear" in text
+
+
+def test_weights_of_layers_that_are_read_and_not_called_are_split(tmp_path: Path) -> None:
+    text = split(tmp_path / "net", Read(), {"x": torch.randn(2, 5, 8)})
+    assert "split_module(\n            nn.Conv1d(16, 16" in text
+    assert "part_of(self.step.weight, 0)" in text
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
