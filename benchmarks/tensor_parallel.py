@@ -1,0 +1,316 @@
+"""Training on tensor ranks beside the plain training of the same folders, with real processes.
+
+Partitions each model of `split_models.py` for two tensor ranks, trains 20 steps on its processes
+(2 stages x 2 tensor ranks; some also 1 stage x 2 tensor ranks x 2 replicas with --zero 1 and 2),
+and compares with the same folder on one process and one tensor rank. A row has
+
+    loss, weights  the largest differences over 20 steps, relative to the largest value in either
+    share          the share of the parameters that the tensor ranks share out
+    rank_bytes     the parameters of the fullest rank, and in `one_rank_bytes` without the split
+    sums           the all-reduces of a micro-batch among the tensor ranks of all stages
+    sent_bytes     the bytes that all tensor ranks give to them in a step
+    formula_bytes  4 sums of batch x tokens x width for each block of a transformer
+    whole          the layers that each tensor rank computes whole, with the reason
+
+AdamW divides a gradient by its own size, so that a gradient of rounding alone, such as that of a
+bias of keys, moves a weight by a whole learning rate in float32. Where its weights differ by more
+than the tolerance the row is repeated with sgd, whose weights are sums of gradients.
+
+With `--time` the step of one larger model is measured on one process, as DDP, as a pipeline and on
+tensor ranks, in alternating runs with fresh processes. Two cores share one memory, and there is no
+link between them that a wide layer would gain from.
+
+    python benchmarks/tensor_parallel.py
+    python benchmarks/tensor_parallel.py --models gpt2 resnet18 --dtypes float64
+    python benchmarks/tensor_parallel.py --models --time 3
+"""
+
+import argparse
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import split_models
+from machine import busy_core_seconds, write_result
+from safetensors.torch import load_file
+from split_folders import RANKS, elements_of_ranks, share_of
+
+from asyncpipe.runtime.monitoring.run_files import read_run
+from asyncpipe.runtime.plan.plan import read_plan
+
+HERE = Path(__file__).parent
+STEPS, MICRO_BATCHES = 20, 4
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+ITEM_BYTES = {"float64": 8, "float32": 4}
+SUMMAND = """
+
+class Summand(RowLinear):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight, self.bias)
+"""
+
+
+class Case(NamedTuple):
+    """A model with its data.
+
+    blocks: the blocks of a transformer, to which the formula applies
+    tokens: the length of its sequences
+    with_replicas: trained on replicas that share out optimizer state, too
+    dtypes: those that all its operations have
+    """
+
+    model: str
+    data: str
+    blocks: int = 0
+    tokens: int = split_models.TOKENS
+    with_replicas: bool = False
+    dtypes: tuple[str, ...] = ("float64", "float32")
+    options: tuple[str, ...] = ()
+
+
+def small(name: str, data: str, **facts: Any) -> Case:
+    file = HERE / "split_models.py"
+    return Case(f"{file}:{name}", f"{file}:{data}", **facts)
+
+
+_RESIDUAL = HERE.parent / "examples" / "residual_mlp.py"
+_PATCHES = (split_models.PIXELS // 8) ** 2
+_LAYERS = split_models.LAYERS
+CASES = {
+    "mlp": Case("mlp", "clusters"),
+    "residual_mlp": Case(
+        f"{_RESIDUAL}:build", f"{_RESIDUAL}:data", options=("--loss", "cross_entropy")
+    ),
+    "gpt2": small("gpt2", "text", blocks=_LAYERS, with_replicas=True),
+    "llama": small("llama", "text", blocks=_LAYERS, with_replicas=True),
+    "bert": small("bert", "text", blocks=_LAYERS),
+    "t5": small("t5", "text", blocks=_LAYERS),
+    "vit": small("vit", "pictures", blocks=_LAYERS, tokens=_PATCHES + 1),
+    # The grouped product of its experts has no float64 on a CPU.
+    "mixtral": small("mixtral", "text", blocks=_LAYERS, dtypes=("float32",)),
+    "resnet18": small("resnet18", "pictures"),
+}
+
+
+def call(folder: Path, program: str, *words: str) -> None:
+    path = shutil.which(program, path=f"{sys.prefix}/bin")
+    assert path is not None
+    done = subprocess.run([path, *words, "--quiet"], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{program} {' '.join(words)}: {done.stderr.strip()}")
+
+
+def partition(folder: Path, case: Case, stages: int) -> Path:
+    net = folder / f"net_{stages}p"
+    call(
+        folder,
+        *("asyncpipe-partition", "--model", case.model, "--stages", str(stages)),
+        *("--tensor-parallel", str(RANKS), "--profile", "analytic", "--schedule", "1f1b"),
+        *("--micro-batch-size", "2", "--output", str(net), "--force", *case.options),
+    )
+    return net
+
+
+def train(case: Case, net: Path, dtype: str, optimizer: str, *options: str) -> Path:
+    run = Path(tempfile.mkdtemp(dir=net.parent))
+    call(
+        net.parent,
+        *("asyncpipe-train", str(net), "--data", case.data, "--steps", str(STEPS)),
+        *("--optimizer", optimizer, "--dtype", dtype, "--log-every", "1", "--eval-batches", "0"),
+        *("--threads", "1", "--pin", "none", "--trace", "1", "--output", str(run / "run")),
+        *options,
+    )
+    return run / "run"
+
+
+def plain(case: Case, net: Path, dtype: str, optimizer: str, replicas: int = 1) -> Path:
+    batches = str(MICRO_BATCHES * replicas)
+    options = ("--schedule", "single", "--tensor-parallel", "1", "--micro-batches", batches)
+    return train(case, net, dtype, optimizer, *options)
+
+
+def differences(one: Path, other: Path) -> dict[str, Any]:
+    """Of all losses and all weights of two runs."""
+    losses = [[step["loss"] for step in read_run(run).steps] for run in (one, other)]
+    assert [len(each) for each in losses] == [STEPS, STEPS]
+    weights, others = weights_of(one), weights_of(other)
+    assert weights.keys() == others.keys()
+    by_name = {
+        name: float((weights[name].double() - others[name].double()).abs().max())
+        for name in weights
+        if weights[name].is_floating_point()
+    }
+    worst = max(by_name, key=lambda name: by_name[name])
+    largest = max(float(weights[name].abs().max()) for name in by_name)
+    return {
+        "loss": max(abs(a - b) for a, b in zip(*losses, strict=True)) / max(map(abs, losses[0])),
+        "weights": by_name[worst] / largest,
+        "worst": worst,
+    }
+
+
+def weights_of(run: Path) -> dict[str, Any]:
+    parts = [load_file(file) for file in sorted((run / "weights").glob("*.safetensors"))]
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def messages(case: Case, run: Path, dtype: str) -> dict[str, Any]:
+    """The sums over tensor ranks in the last step, beside the formula."""
+    trace = json.loads((run / "trace.json").read_text())
+    events = trace if isinstance(trace, list) else trace["traceEvents"]
+    sums = sum("over the tensor ranks" in event["name"] for event in events)
+    message = split_models.BATCH * case.tokens * split_models.WIDTH * ITEM_BYTES[dtype]
+    return {
+        "sums": sums / RANKS / MICRO_BATCHES,
+        "sent_bytes": read_run(run).steps[-1]["sent_bytes"]["tensor ranks"],
+        "formula_bytes": 4 * case.blocks * message * MICRO_BATCHES * RANKS or None,
+    }
+
+
+def rows_of(name: str, dtypes: list[str], folder: Path) -> Iterator[dict[str, Any]]:
+    case = CASES[name]
+    net = partition(folder, case, 2)
+    plan = read_plan(net)
+    facts = {
+        "share": round(share_of(net, plan), 3),
+        "whole": [note for note in plan.notes if "each tensor rank computes" in note],
+    }
+    for dtype in (dtype for dtype in case.dtypes if dtype in dtypes):
+        item = ITEM_BYTES[dtype]
+        sizes = {
+            "rank_bytes": item * max(elements_of_ranks(net, plan, RANKS)),
+            "one_rank_bytes": item * max(elements_of_ranks(net, plan, 1)),
+        }
+        for optimizer in ("adamw", "sgd"):
+            one = plain(case, net, dtype, optimizer)
+            options = ("--schedule", "1f1b", "--micro-batches", str(MICRO_BATCHES))
+            split = train(case, net, dtype, optimizer, *options)
+            row = {"model": name, "layout": "2 stages x 2", "dtype": dtype, "optimizer": optimizer}
+            row |= differences(one, split)
+            yield {**row, **sizes, **messages(case, split, dtype), **facts}
+            if within(row):
+                break
+    if case.with_replicas:
+        yield from rows_with_replicas(name, case, dtypes[0], folder)
+
+
+def rows_with_replicas(name: str, case: Case, dtype: str, folder: Path) -> Iterator[dict[str, Any]]:
+    net = partition(folder, case, 1)
+    one = plain(case, net, dtype, "adamw", replicas=2)
+    for zero in ("1", "2"):
+        split = train(
+            *(case, net, dtype, "adamw", "--schedule", "1f1b", "--replicas", "2"),
+            *("--micro-batches", str(MICRO_BATCHES), "--zero", zero),
+        )
+        layout = f"1 stage x 2 x 2 replicas, zero {zero}"
+        row = {"model": name, "layout": layout, "dtype": dtype, "optimizer": "adamw"}
+        yield {**row, **differences(one, split)}
+
+
+def planted_fault(folder: Path) -> dict[str, Any]:
+    """The differences of a gpt2 in whose first block a product has no sum over the ranks."""
+    case = CASES["gpt2"]
+    net = partition(folder, case, 2)
+    one = plain(case, net, "float64", "adamw")
+    file = net / "stage_0.py"
+    text, edits = re.subn(r"RowLinear\(", "Summand(", file.read_text(), count=1)
+    assert edits == 1
+    file.write_text(text + SUMMAND)
+    split = train(case, net, "float64", "adamw", "--micro-batches", str(MICRO_BATCHES))
+    return differences(one, split)
+
+
+def within(row: dict[str, Any]) -> bool:
+    return bool(max(row["loss"], row["weights"]) <= TOLERANCE[row["dtype"]])
+
+
+def show(row: dict[str, Any]) -> None:
+    beyond = "" if within(row) else f"  over {TOLERANCE[row['dtype']]:.0e}: {row['worst']}"
+    print(
+        f"{row['model']:13}{row['layout']:34}{row['dtype']} {row['optimizer']:6}"
+        f"loss {row['loss']:.1e}  weights {row['weights']:.1e}{beyond}",
+        flush=True,
+    )
+
+
+# --- times ----------------------------------------------------------------------------------
+
+_STEP = ("--steps", "6", "--log-every", "1", "--eval-batches", "0", "--pin", "none")
+_GPT = (
+    "asyncpipe-partition",
+    *("--model", f"{HERE / 'gpt.py'}:build", "--model-arg", "micro_batch_size=1"),
+    *("--schedule", "1f1b", "--profile", "analytic"),
+)
+CONFIGURATIONS = {
+    "one process, 1 thread": ("one", "--schedule", "single", "--threads", "1"),
+    "one process, 2 threads": ("one", "--schedule", "single", "--threads", "2"),
+    "DDP, 2 replicas": ("one", "--schedule", "ddp", "--replicas", "2", "--threads", "1"),
+    "1f1b, 2 stages": ("two", "--schedule", "1f1b", "--threads", "1"),
+    "1 stage x 2 tensor ranks": ("split", "--schedule", "1f1b", "--threads", "1"),
+}
+
+
+def timed(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """The median step of each configuration, with the share of the cores that others used."""
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 2000)
+    call(folder, *_GPT, "--stages", "1", "--output", "one")
+    call(folder, *_GPT, "--stages", "2", "--output", "two")
+    call(folder, *_GPT, "--stages", "1", "--tensor-parallel", "2", "--output", "split")
+    steps: dict[str, list[float]] = {name: [] for name in CONFIGURATIONS}
+    busy: dict[str, list[float]] = {name: [] for name in CONFIGURATIONS}
+    for number in range(rounds):
+        for name, (net, *options) in CONFIGURATIONS.items():
+            run, before = folder / f"{net}_{number}", busy_core_seconds()
+            words = (net, "--data", "text.txt", "--micro-batches", "8", *_STEP)
+            call(folder, "asyncpipe-train", *words, "--output", str(run), *options)
+            busy[name].append(busy_core_seconds() - before)
+            steps[name] += [step["step_ms"] for step in read_run(run).steps[1:]]
+            shutil.rmtree(run)
+    return [
+        {
+            "configuration": name,
+            "step_ms": round(statistics.median(steps[name]), 1),
+            "least_ms": round(min(steps[name]), 1),
+            "most_ms": round(max(steps[name]), 1),
+            "machine_core_s": [round(each, 1) for each in busy[name]],
+        }
+        for name in CONFIGURATIONS
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=[*CASES], choices=[*CASES])
+    parser.add_argument("--dtypes", nargs="+", default=[*TOLERANCE], choices=[*TOLERANCE])
+    parser.add_argument("--fault", action="store_true", help="leave out a sum")
+    parser.add_argument("--time", type=int, default=0, metavar="ROUNDS", help="measure steps")
+    arguments = parser.parse_args()
+    result = HERE / "results" / "tensor_parallel.json"
+    known = json.loads(result.read_text()) if result.exists() else {}
+    known.pop("machine", None)
+    rows = [row for row in known.get("rows", ()) if row["model"] not in arguments.models]
+    for name in arguments.models:
+        with tempfile.TemporaryDirectory() as place:
+            for row in rows_of(name, arguments.dtypes, Path(place)):
+                show(row)
+                rows.append(row)
+                write_result("tensor_parallel", known | {"rows": rows})
+    with tempfile.TemporaryDirectory() as place:
+        if arguments.fault or arguments.models == [*CASES]:
+            known["planted_fault"] = planted_fault(Path(place))
+            print(f"a sum left out: {known['planted_fault']}")
+        if arguments.time:
+            known["times"] = timed(Path(place), arguments.time)
+            print(*known["times"], sep="\n")
+    print(write_result("tensor_parallel", known | {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
