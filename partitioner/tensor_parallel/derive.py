@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import networkx as nx
@@ -99,7 +100,7 @@ class _Search:
     def __init__(self, probe: Probe, stages: int) -> None:
         self.probe = probe
         calls = sum(node.op.startswith("call") for node in probe.capture.graph.nodes)
-        self._longest = _LONGEST * calls / stages if stages > 1 else calls
+        self._longest = _LONGEST * calls / stages if stages > 1 else inf
         self._candidates = Candidates(probe)
         self.closed: dict[fx.Node, Closed] = {}
         self._choice: dict[fx.Node, int] = {}
