@@ -87,7 +87,7 @@ def layer_for(module: nn.Module, decision: Decision) -> Layer | None:
             return Layer(_built(module, known, split))
         return None
     alike = None if decision.sums else split_alike(module, state)
-    return alike and Layer(module, split=alike)
+    return None if alike is None else Layer(module, split=alike)
 
 
 def split_alike(module: nn.Module, state: Mapping[str, Split | Summands | None]) -> Split | None:
