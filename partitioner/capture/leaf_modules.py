@@ -79,13 +79,6 @@ def is_torch_leaf(module: nn.Module) -> bool:
     )
 
 
-def leaf_around(model: nn.Module, tensor: str, targets: Collection[str]) -> str | None:
-    """The path of the leaf module that holds a tensor: one of `targets`, or a module of torch."""
-    parts = tensor.split(".")[:-1]
-    paths = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return next((p for p in paths if p in targets or is_torch_leaf(model.get_submodule(p))), None)
-
-
 def _class_names(module: nn.Module) -> tuple[str, str]:
     kind = type(module)
     return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture, IfTraining, Local, LocalDevice, ModuleCall, Recompute, Size
 from ..capture.graph import LocalNames
-from ..capture.leaf_modules import Constructor, construct, leaf_around
+from ..capture.leaf_modules import Constructor, construct, is_torch_leaf
 from ..capture.values import is_mutating
 from ..split.split import StageGraph
 from .constants import rebuild
@@ -116,7 +116,12 @@ class Canonicalizer:
 
     def leaf_of(self, name: str) -> str | None:
         """The path of the leaf module that holds a tensor."""
-        return leaf_around(self._capture.model, name, self._leaf_targets)
+        parts = name.split(".")[:-1]
+        for length in range(1, len(parts) + 1):
+            path = ".".join(parts[:length])
+            if path in self._leaf_targets or is_torch_leaf(self._capture.model.get_submodule(path)):
+                return path
+        return None
 
     def constructor(self, path: str) -> Constructor:
         if path not in self._constructors:

@@ -22,7 +22,7 @@ from ...runtime.tensor_parallel.functions import (
 )
 from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture
-from ..capture.leaf_modules import leaf_around
+from ..capture.leaf_modules import is_torch_leaf
 from .decisions import SPLIT_FUNCTIONS, Decision, Layer, layer_for, split_alike
 from .derive import Derivation
 from .probe import Placement, is_split
@@ -124,23 +124,22 @@ class _Rewriter:
     def _in_written_modules(self, found: dict[fx.Node, Split]) -> dict[fx.Node, Split]:
         """Those of the parameters that generated code can divide: their own, and those of modules
         of torch of which all are divided alike. Parts are taken of the others."""
-        model = self._capture.model
         by_name = {
             name: split for node, split in found.items() for name in self._names_of_parameter(node)
         }
-        holders = {name: leaf_around(model, name, ()) for name in by_name}
-        for path in {holder for holder in holders.values() if holder is not None}:
-            module = model.get_submodule(path)
+        whole: set[str] = set()
+        for path, module in self._capture.model.named_modules(remove_duplicate=False):
+            if not is_torch_leaf(module):
+                continue
             inside = {name: by_name.get(f"{path}.{name}") for name in module.state_dict()}
             if (split := split_alike(module, inside)) is not None:
                 self._read_modules[path] = split
+            else:
+                whole.update(f"{path}.{name}" for name in inside)
         return {
             node: split
             for node, split in found.items()
-            if all(
-                holders[name] is None or holders[name] in self._read_modules
-                for name in self._names_of_parameter(node)
-            )
+            if whole.isdisjoint(self._names_of_parameter(node))
         }
 
     def _names_of_parameter(self, node: fx.Node) -> list[str]:
