@@ -182,8 +182,13 @@ class _Search:
 
     def learn(self, failure: _Failed) -> None:
         """Gives the products before a failure another dimension, or closes them."""
-        alone = len(failure.sources) == 1 and not failure.is_final
-        for node in failure.sources:
+        sources = failure.sources
+        views = [node for node in sources if all(n.op == "get_attr" for n in node.all_input_nodes)]
+        if views and not failure.is_final:
+            # Weights read by themselves can follow the parts of the products that they meet.
+            sources = frozenset([max(views)])
+        alone = len(sources) == 1 and not failure.is_final
+        for node in sources:
             choice = self._choice.get(node, 0) + 1
             before = self._tried_before.get(node)
             closed = Closed(self._reason(failure), failure.node)

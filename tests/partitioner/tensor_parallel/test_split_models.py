@@ -82,6 +82,17 @@ class Read(nn.Module):
         return self.down((y * scale).transpose(1, 2))
 
 
+class Transposed(nn.Module):
+    """Two products of weights that are transposed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.ones(16, 8)), nn.Parameter(torch.ones(8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.up.t()) @ self.down.t()
+
+
 def split(
     folder: Path, model: nn.Module, inputs: dict[str, Any], size: int = 2, **options: Any
 ) -> str:
@@ -142,6 +153,11 @@ def test_weights_of_layers_that_are_read_and_not_called_are_split(tmp_path: Path
     text = split(tmp_path / "net", Read(), {"x": torch.randn(2, 5, 8)})
     assert "split_module(\n            nn.Conv1d(16, 16" in text
     assert "part_of(self.step.weight, 0)" in text
+
+
+def test_weights_that_are_transposed_follow_the_parts_that_they_meet(tmp_path: Path) -> None:
+    split(tmp_path / "net", Transposed(), {"x": torch.randn(5, 8)})
+    assert share(tmp_path / "net") == 1.0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
