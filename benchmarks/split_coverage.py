@@ -96,7 +96,8 @@ def outcome(recipe: Recipe, folder: Path) -> dict[str, Any]:
             compare(recipe, folder, plan)
     except AsyncPipeError as error:
         text = sentence(error)
-        kind = "wrong" if "share" in row else "unequal" if "differ" in text else "refused"
+        found = "differ" in text or "only the original has" in text
+        kind = "wrong" if "share" in row else "unequal" if found else "refused"
         return row | {"outcome": kind, "reason": text}
     except (Exception, TooLong) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]

@@ -47,6 +47,7 @@ from asyncpipe.runtime.plan.plan import read_plan
 
 HERE = Path(__file__).parent
 STEPS, MICRO_BATCHES = 20, 4
+OPTIMIZERS = {"adamw": (), "sgd": ("--lr", "0.01")}  # so small that no model diverges
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 ITEM_BYTES = {"float64": 8, "float32": 4}
 SUMMAND = """
@@ -123,7 +124,17 @@ def train(case: Case, net: Path, dtype: str, optimizer: str, *options: str) -> P
     call(
         net.parent,
         *("asyncpipe-train", str(net), "--data", case.data, "--steps", str(STEPS)),
-        *("--optimizer", optimizer, "--dtype", dtype, "--log-every", "1", "--eval-batches", "0"),
+        *(
+            "--optimizer",
+            optimizer,
+            *OPTIMIZERS[optimizer],
+            "--dtype",
+            dtype,
+            "--log-every",
+            "1",
+            "--eval-batches",
+            "0",
+        ),
         *("--threads", "1", "--pin", "none", "--trace", "1", "--output", str(run / "run")),
         *options,
     )
@@ -188,7 +199,7 @@ def rows_of(name: str, dtypes: list[str], folder: Path) -> Iterator[dict[str, An
             "rank_bytes": item * max(elements_of_ranks(net, plan, RANKS)),
             "one_rank_bytes": item * max(elements_of_ranks(net, plan, 1)),
         }
-        for optimizer in ("adamw", "sgd"):
+        for optimizer in OPTIMIZERS:
             one = plain(case, net, dtype, optimizer)
             options = ("--schedule", "1f1b", "--micro-batches", str(MICRO_BATCHES))
             split = train(case, net, dtype, optimizer, *options)
