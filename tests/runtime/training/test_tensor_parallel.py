@@ -198,5 +198,5 @@ def test_what_tensor_ranks_cannot_do_is_refused(
 def test_a_size_that_the_tensor_ranks_do_not_divide_is_refused(
     folders: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(AsyncPipeError, match="24 cannot be divided over 5 tensor ranks"):
+    with pytest.raises(AsyncPipeError, match="24 in 3 equal blocks cannot be divided over 5"):
         train(folders / "whole", tmp_path / "run", schedule="single", tensor_parallel=5)

@@ -101,11 +101,11 @@ def plain_losses(
 def test_a_run_keeps_the_memory_that_it_frees(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    asked: list[dict[str, bool]] = []
     place = "asyncpipe.runtime.training.setup.keep_freed_memory"
-    monkeypatch.setattr(place, lambda: asked.append("keep"))
+    monkeypatch.setattr(place, lambda **options: asked.append(options))
     train(folders / "mlp", tmp_path / "run", steps=1)
-    assert asked == ["keep"]
+    assert asked == [{"few": False}]
 
 
 def test_one_process_trains_the_plain_model(folders: Path, tmp_path: Path) -> None:
