@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from ..runtime.tensor_parallel.ranks import Split, TensorRanks, splits_of
 from ..runtime.tensor_parallel.threads import in_threads
 from .capture import read_arguments
 from .capture.check import (
-    MAX_PARAMETERS_WITH_GRADIENTS,
     Differs,
     compare,
     detached,
@@ -37,6 +36,15 @@ class _Parts:
     splits: Mapping[str, Split]
 
 
+_MOST_WITH_GRADIENTS = 500_000_000
+"""Parameters of models whose whole and divided gradients do not fit into memory together."""
+
+
+def compares_gradients(model: nn.Module) -> bool:
+    """Whether `verify_parts` compares gradients of a model, and not outputs alone."""
+    return sum(parameter.numel() for parameter in model.parameters()) < _MOST_WITH_GRADIENTS
+
+
 def verify_parts(
     model: nn.Module,
     plan: Plan,
@@ -48,7 +56,7 @@ def verify_parts(
 ) -> float:
     """The largest difference of the stages on `size` tensor ranks from the stages on one.
 
-    Compares outputs and, for models that are not large, all gradients, with equal seeds, in
+    Compares outputs and, if `compares_gradients`, all gradients, with equal seeds, in
     training mode; in float64 if they differ in float32. Raises PlanError with the name of the first
     value that differs.
     """
@@ -60,7 +68,7 @@ def verify_parts(
             **(constants or {}),
         }
         state = {name: tensor.detach().clone() for name, tensor in state.items()}
-    run = _Run(plan, folder, state, given.tensors)
+    run = _Run(plan, folder, state, given.tensors, compares_gradients(model))
     try:
         return run.difference(size, TOLERANCE)
     except Differs:
@@ -73,15 +81,17 @@ class _Run:
 
     state: the whole parameters, buffers and constants by name
     inputs: the example inputs
+    gradients: whether backward runs too
     """
 
     plan: Plan
     folder: Path
     state: Mapping[str, Tensor]
     inputs: Mapping[str, Any]
+    gradients: bool
 
     def in_double(self) -> _Run:
-        return _Run(self.plan, self.folder, doubled(self.state), doubled(self.inputs))
+        return replace(self, state=doubled(self.state), inputs=doubled(self.inputs))
 
     def difference(self, size: int, tolerance: float) -> float:
         """The largest relative difference. Raises Differs for one beyond the tolerance."""
@@ -109,9 +119,8 @@ class _Run:
             own = splits_of(stage)
             splits |= {f"{spec.index} {name}": split for name, split in own.items()}
             stages.append(self._filled(stage, own, ranks))
-        count = sum(p.numel() for stage in stages for p in stage.parameters()) * ranks.size
         seed_all(1)
-        with torch.set_grad_enabled(count < MAX_PARAMETERS_WITH_GRADIENTS):
+        with torch.set_grad_enabled(self.gradients):
             values = {**self.inputs}
             for spec, stage in zip(self.plan.stages, stages, strict=True):
                 values |= run_stage(spec, stage, values)

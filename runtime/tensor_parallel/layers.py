@@ -17,47 +17,47 @@ from .ranks import Split, current_ranks, mark_split, share
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class ColumnLinear(nn.Linear):
+class _SplitLinear(nn.Linear):
+    """An `nn.Linear` whose weight is split along `split_dim`: 0 for outputs, 1 for inputs."""
+
+    split_dim: int
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        groups: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        sizes = [out_features, in_features]
+        sizes[self.split_dim] = share(sizes[self.split_dim], current_ranks().size, groups)
+        super().__init__(sizes[1], sizes[0], bias, dtype=dtype)
+        self.groups = groups
+        mark_split(self.weight, Split(self.split_dim, groups))
+        if self.bias is not None and self.split_dim == 0:
+            mark_split(self.bias, Split(0, groups))
+
+
+class ColumnLinear(_SplitLinear):
     """An `nn.Linear(in_features, out_features)` whose output features are split over the ranks.
 
     groups: the equal blocks of the output that are each split, three for fused queries, keys and
         values
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        groups: int = 1,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        own = share(out_features, current_ranks().size, groups)
-        super().__init__(in_features, own, bias, dtype=dtype)
-        self.groups = groups
-        mark_split(self.weight, Split(0, groups))
-        if self.bias is not None:
-            mark_split(self.bias, Split(0, groups))
+    split_dim = 0
 
 
-class RowLinear(nn.Linear):
+class RowLinear(_SplitLinear):
     """An `nn.Linear(in_features, out_features)` whose input features are split over the ranks: each
-    has a summand of the product, and the sum, by one all-reduce, is whole on all of them."""
+    has a summand of the product, and the sum, by one all-reduce, is whole on all of them.
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        groups: int = 1,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        own = share(in_features, current_ranks().size, groups)
-        super().__init__(own, out_features, bias, dtype=dtype)
-        self.groups = groups
-        mark_split(self.weight, Split(1, groups))
+    groups: the equal blocks of the input that are each split
+    """
+
+    split_dim = 1
 
     def forward(self, input: Tensor) -> Tensor:
         """The product of the whole input, `[..., out_features]`."""
