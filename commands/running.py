@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from dataclasses import replace
 
 from cyclopts import App, UnknownOptionError
 from rich.markup import escape
@@ -38,17 +39,19 @@ def run(app: App) -> int:
     errors = SafeConsole(stderr=True, highlight=False)
     app.suppress_keyboard_interrupt = False  # handled below
     app.console = SafeConsole()
+    words = sys.argv[1:]
     try:
         with exits_as_errors():
             ended = app(
-                _in_ours(app, sys.argv[1:]),
+                _in_ours(app, words),
                 exit_on_error=False,
                 print_error=False,
                 result_action="return_value",
             )
         return int(ended or 0)
     except CycloptsError as error:
-        errors.print(f"[bold red]error:[/] {_shown(_usage_fault(app, error))}", soft_wrap=True)
+        fault = _shown(_usage_fault(app, words, error))
+        errors.print(f"[bold red]error:[/] {fault}", soft_wrap=True)
         errors.print(f"[dim]{app.name[0]} --help[/]")
         return 2
     except Ended as stopped:
@@ -86,33 +89,46 @@ def check_words(app: App, words: list[str]) -> None:
     try:
         app.parse_args(_in_ours(app, words), exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise usage(f"{app.name[0]}: {_usage_fault(app, error)}") from error
+        raise usage(f"{app.name[0]}: {_usage_fault(app, words, error)}") from error
 
 
 def _in_ours(app: App, words: list[str]) -> list[str]:
     """The words of a command line with our options in place of other tools' names for them."""
     names = _NAMES.get(app.name[0], _NO_NAMES)
-    return names.in_ours(words, _options(app)) if names.same else words
+    return names.in_ours(words, _options(app, _subcommand(app, words))) if names.same else words
 
 
-def _options(app: App) -> set[str]:
-    """The flags of a command and of its subcommands."""
-    apps = [app, *(app[name] for name in app if not name.startswith("-"))]
-    return {
-        name
-        for command in apps
-        for argument in command.assemble_argument_collection()
-        for name in argument.names
-    }
+def _subcommand(app: App, words: list[str]) -> str:
+    """The subcommand that a command line names, or nothing."""
+    return " ".join(app.parse_commands(words)[0])
 
 
-def _usage_fault(app: App, error: Exception) -> str:
+def _options(app: App, subcommand: str) -> set[str]:
+    """The flags of a command, or of one of its subcommands."""
+    command = app[subcommand] if subcommand else app
+    if command.default_command is None:
+        return set()
+    return {name for argument in command.assemble_argument_collection() for name in argument.names}
+
+
+def _usage_fault(app: App, words: list[str], error: Exception) -> str:
     """The message of wrong usage; for an unknown option with the right one, if it is known."""
     if not isinstance(error, UnknownOptionError):
         return str(error)
-    name = (error.token.keyword or error.token.value).partition("=")[0]
+    option = (error.token.keyword or error.token.value).partition("=")[0]
     names = _NAMES.get(app.name[0], _NO_NAMES)
-    return f"Unknown option: {name}. {names.meant(name, _options(app))}".rstrip()
+    subcommand = _subcommand(app, words)
+    if subcommand:
+        names = replace(names, answers={})  # they name options of the command itself
+    meant = names.meant(option, _options(app, subcommand)) or _elsewhere(app, option)
+    return f"Unknown option: {option}. {meant}".rstrip()
+
+
+def _elsewhere(app: App, option: str) -> str:
+    """The commands of an app that have an option."""
+    others = ["", *(name for name in app if not name.startswith("-"))]
+    having = [f"{app.name[0]} {name}".rstrip() for name in others if option in _options(app, name)]
+    return f"It is an option of {' and '.join(having)}." if having else ""
 
 
 def _unexpected(error: Exception) -> tuple[str, str]:

@@ -130,6 +130,27 @@ def test_a_command_without_the_option_keeps_the_name_as_it_was_given(tmp_path: P
     assert outcome.err.startswith("error: --steps x is not")
 
 
+def test_an_option_of_another_subcommand_is_answered_with_its_command(tmp_path: Path) -> None:
+    def answer(*words: str) -> str:
+        outcome = command(tmp_path, *words)
+        assert outcome.code == 2
+        return outcome.err.splitlines()[0].removeprefix("error: Unknown option: ")
+
+    owners = "asyncpipe-train predict and asyncpipe-train export"
+    assert answer("train", "nowhere", "--force") == f"--force. It is an option of {owners}."
+    assert answer("train", "export", "x", "--lr") == "--lr. It is an option of asyncpipe-train."
+    assert answer("train", "predict", "x", "--bf16") == "--bf16."
+    assert answer("train", "predict", "x", "--forc") == "--forc. Did you mean --force?"
+
+
+@pytest.mark.parametrize("words", ["job run", "comm bench"])
+def test_commands_without_an_action_of_their_own_refuse_unknown_options(
+    words: str, tmp_path: Path
+) -> None:
+    outcome = command(tmp_path, *words.split(), "--zoom")
+    assert (outcome.code, outcome.err.splitlines()[0]) == (2, "error: Unknown option: --zoom.")
+
+
 def test_a_file_and_a_sweep_answer_with_the_name_of_ours() -> None:
     with pytest.raises(SettingsError, match="learning_rate is not .*\nDid you mean lr?"):
         checked("learning_rate", 0.1, "run.toml")
