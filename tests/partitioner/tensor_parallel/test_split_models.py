@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncpipe
+from asyncpipe.partitioner import verify_parts as parts
 from asyncpipe.partitioner.verify_parts import verify_parts
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.executor.loading import load_stage_class
@@ -204,6 +205,17 @@ def test_a_sum_over_the_ranks_that_is_left_out_is_seen(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("RowConv2d(8, 3", "Summand(8, 3") + SUMMAND)
     with pytest.raises(PlanError, match=r"output \(on 2 tensor ranks\) .* differs"):
         verify_parts(model, plan, tmp_path / "net", {"x": x}, 2)
+
+
+@pytest.mark.parametrize("share_of_limit", [0.6, 0.9, 1.1])
+def test_both_sides_of_the_comparison_have_gradients_or_neither(
+    share_of_limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Attention(), torch.randn(2, 5, 16)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    monkeypatch.setattr(parts, "_MOST_WITH_GRADIENTS", count / share_of_limit)
+    split(tmp_path / "net", model, {"x": x})
+    assert parts.compares_gradients(model) == (share_of_limit < 1)
 
 
 SUMMAND = """
