@@ -36,6 +36,7 @@ from asyncpipe.runtime.tensor_parallel import (
     splits_of,
     using,
 )
+from asyncpipe.runtime.transports.reductions import GroupCollectives
 
 RANKS = 2
 SIZES = ((64, 256, 16), (512, 2048, 64), (1024, 4096, 256))
@@ -65,7 +66,7 @@ def measured(rounds: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (RANKS,))
-    ranks = TensorRanks(rank, RANKS, dist.all_reduce)
+    ranks = TensorRanks(rank, RANKS, GroupCollectives())
     rows = []
     for width, inner, samples in SIZES:
         torch.manual_seed(0)

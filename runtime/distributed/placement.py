@@ -36,7 +36,7 @@ def describe_ranks(grid: Grid, transport: TransportChoice, machine: Machine) -> 
     head = f"{ranks} processes{whole}{split}" + (f" on {len(hosts)} hosts" if several else "")
     if machine.launcher:
         head += f" by {machine.launcher}"
-    means = f"{transport.name} over {machine.interface}" if several else str(transport)
+    means = transport.between(machine.interface if several else "")
     where = f" of {machine.host_of_rank[0]}" if several else ""
     if machine.pins:
         shown = machine.pins if len(machine.pins) <= _FEW else (*machine.pins[:3], "..")

@@ -1,10 +1,14 @@
 """The ranks that share out the layers of the same stages -> their sums, and whole tensors again.
 
-A rank's stages compute for `TensorRanks`, whose sums go through the group of its device. States are
+A rank's stages compute for `TensorRanks`, whose sums go over the transport of the run. States are
 gathered over gloo to the first of the ranks, which writes them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,37 +16,78 @@ from torch import Tensor, nn
 
 from ..errors import TransportError
 from ..executor.instrumented import TENSOR_RANKS, Activities, Activity
-from ..tensor_parallel.ranks import ONE_RANK, Split, TensorRanks, split_of
+from ..tensor_parallel.ranks import (
+    ONE_RANK,
+    Collectives,
+    Reduction,
+    Split,
+    TensorRanks,
+    split_of,
+)
+from ..transports.reductions import MissingRanks
 from .process_groups import World
 
 
 def tensor_ranks(
-    world: World, group: dist.ProcessGroup | None, activities: Activities
+    world: World, collectives: Collectives | None, activities: Activities
 ) -> TensorRanks:
-    """The ranks that share out the layers of this rank's stages, which sum over the group; without
-    one, each has its own summand as the sum."""
+    """The ranks that share out the layers of this rank's stages, and what they exchange; without
+    collectives, each has its own summand as the sum."""
     if world.tensor_ranks == 1:
         return ONE_RANK
-    if group is None:
-        return TensorRanks(world.tensor_rank, world.tensor_ranks)
-    own = [str(rank) for rank in world.grid.tensor_group_of(world.rank) if rank != world.rank]
-    peers = f"rank{'s' if len(own) > 1 else ''} {', '.join(own)}"
+    observed = None if collectives is None else _ObservedCollectives(world, collectives, activities)
+    return TensorRanks(world.tensor_rank, world.tensor_ranks, observed)
 
-    def all_reduce(tensor: Tensor) -> None:
-        activities.sent[TENSOR_RANKS] += tensor.nbytes
-        shape = "x".join(map(str, tensor.shape))
-        waits = f"waits for {peers} to sum a tensor of {shape} over the tensor ranks"
-        with activities.during(Activity("exchange", waits)):
+
+_VERBS = {"sum": "sum", "max": "take the maximum of", "gather": "gather"}
+
+
+@dataclass(frozen=True)
+class _ObservedCollectives:
+    """Collectives that are recorded as activities of this rank, and whose failures name who waits
+    for whom."""
+
+    world: World
+    collectives: Collectives
+    activities: Activities
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Tensor:
+        """As `Collectives`."""
+        with self._waiting(op, tensor):
+            return self.collectives.all_reduce(tensor, op)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """As `Collectives`."""
+        with self._waiting("gather", tensor):
+            return self.collectives.all_gather(tensor)
+
+    def close(self) -> None:
+        """As `Collectives`."""
+        self.collectives.close()
+
+    @contextmanager
+    def _waiting(self, op: str, tensor: Tensor) -> Iterator[None]:
+        ranks = self.world.grid.tensor_group_of(self.world.rank)
+        others = [rank for rank in ranks if rank != self.world.rank]
+        self.activities.sent[TENSOR_RANKS] += tensor.nbytes
+        with self.activities.during(Activity("exchange", _waits(others, op, tensor))):
             try:
-                dist.all_reduce(tensor, group=group)
+                yield
             except RuntimeError as error:
+                if isinstance(error, MissingRanks):
+                    others = [ranks[missing] for missing in error.ranks]
+                waits = _waits(others, op, tensor)
                 raise TransportError(
-                    f"rank {world.rank} {waits}: {str(error).splitlines()[0]}",
+                    f"rank {self.world.rank} {waits}: {str(error).splitlines()[0]}",
                     "Tensor ranks run the same stages and make the same sums; see the output of "
                     "the others for the cause. --timeout-s allows more time.",
                 ) from error
 
-    return TensorRanks(world.tensor_rank, world.tensor_ranks, all_reduce)
+
+def _waits(others: Sequence[int], op: str, tensor: Tensor) -> str:
+    peers = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+    shape = "x".join(map(str, tensor.shape))
+    return f"waits for {peers} to {_VERBS[op]} a tensor of {shape} over the tensor ranks"
 
 
 def whole(part: Tensor, split: Split | None, world: World) -> Tensor | None:

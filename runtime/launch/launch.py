@@ -19,6 +19,7 @@ from ..config.batch_layout import as_started, check_ranks
 from ..config.mixed_precision import find_boundary_dtypes
 from ..config.segments import make_segment
 from ..config.settings import Settings, SettingsError
+from ..distributed.connections import expect_transport
 from ..distributed.cpu_affinity import find_machine, find_resources
 from ..distributed.failure import RankError, RankFolder, disk_error, failure_of
 from ..distributed.grid import grid_of
@@ -32,7 +33,7 @@ from ..reports.page import reported
 from ..schedule.text import to_text
 from ..training.checkpointing import Stopped
 from ..training.run_summary import announce, forecast_run
-from ..training.setup import Job, expect_transport
+from ..training.setup import Job
 from .job import (
     check_job,
     check_unstarted,
@@ -118,7 +119,7 @@ def _show(job: Job, reporter: Reporter) -> None:
         job,
         schedule,
         machine,
-        transport=expect_transport(config, plan, grid.ranks),
+        transport=expect_transport(config, plan, grid.in_replica),
         data=data,
         forecast=forecast,
         dtypes=dtypes,

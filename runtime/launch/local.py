@@ -40,6 +40,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from ..checkpoint.resuming import how_to_go_on, with_way_on
 from ..config.resolve import check_devices
 from ..config.segments import make_segment
+from ..distributed.connections import expect_transport
 from ..distributed.failure import RankError, RankFolder, disk_error
 from ..distributed.grid import Grid, grid_of
 from ..distributed.rendezvous import Loopback
@@ -48,7 +49,7 @@ from ..process import STOPPING, Ended, Interrupted, handled
 from ..reports.page import reported
 from ..schedule.schedule import Schedule
 from ..training.checkpointing import Stopped
-from ..training.setup import Job, expect_transport
+from ..training.setup import Job
 from .job import make_folder
 from .rank import run_over_mpi
 
@@ -226,7 +227,7 @@ def start_ranks(job: Job, reporter: str, on_launch: Callable[[int], None]) -> Pa
     schedule = make_segment(job.plan, job.config, steps=1)
     grid = grid_of(schedule, job.config.pipelines, job.config.tensor_ranks)
     check_devices(job.config, job.plan, range(grid.processes), torch.cuda.device_count())
-    expect_transport(job.config, job.plan, grid.ranks)
+    expect_transport(job.config, job.plan, grid.in_replica)
     job = make_folder(job)
     on_launch(grid.processes)
     with reported(job.folder):

@@ -111,13 +111,13 @@ class _ParallelInput(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradients[0], ctx.ranks), None
+        return ctx.ranks.all_reduce(gradients[0]), None
 
 
 class _SumOverRanks(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
-        return _summed(x, ranks)
+        return ranks.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -148,11 +148,4 @@ class _PartOf(Function):
         parts = torch.split(gradient, [stop - start for start, stop in ranges], split.dim)
         for (start, stop), part in zip(ranges, parts, strict=True):
             whole.narrow(split.dim, start, stop - start).copy_(part)
-        ranks.all_reduce(whole)
-        return whole, None, None
-
-
-def _summed(part: Tensor, ranks: TensorRanks) -> Tensor:
-    whole = part.clone(memory_format=torch.contiguous_format)
-    ranks.all_reduce(whole)
-    return whole
+        return ranks.all_reduce(whole), None, None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -79,18 +79,53 @@ class Split:
         )
 
 
+Reduction = Literal["sum", "max"]
+
+
+class Collectives(Protocol):
+    """What the tensor ranks of a stage exchange: all of them make the same calls in one order."""
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Tensor:
+        """The sum or maximum over the ranks of each element of a tensor that has the same shape on
+        all of them: a new contiguous tensor."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, which have the same shape, by rank: new contiguous tensors."""
+
+    def close(self) -> None:
+        """Ends the connections between the ranks."""
+
+
 @dataclass(frozen=True)
 class TensorRanks:
     """The ranks that share out the layers of a stage, from the view of one of them.
 
     rank: this rank among them
     size: how many they are
-    all_reduce: sums a contiguous tensor over them, in place
+    collectives: what they exchange; None where each takes its own tensor as those of all, because
+        it is alone or there is no network
     """
 
     rank: int = 0
     size: int = 1
-    all_reduce: Callable[[Tensor], object] = lambda tensor: tensor
+    collectives: Collectives | None = None
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Tensor:
+        """As `Collectives`."""
+        if self.collectives is None:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return self.collectives.all_reduce(tensor, op)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """As `Collectives`."""
+        if self.collectives is None:
+            return [tensor.clone(memory_format=torch.contiguous_format) for _ in range(self.size)]
+        return self.collectives.all_gather(tensor)
+
+    def close(self) -> None:
+        """As `Collectives`."""
+        if self.collectives is not None:
+            self.collectives.close()
 
 
 ONE_RANK = TensorRanks()

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from .ranks import TensorRanks, using
+from .ranks import Reduction, TensorRanks, using
 
 Result = TypeVar("Result")
 
 
 def in_threads(size: int, work: Callable[[TensorRanks], Result]) -> list[Result]:
     """Runs `work` for each of `size` tensor ranks; returns the results by rank. Raises the first
-    error that a rank raises, and RuntimeError if the ranks sum different tensors."""
+    error that a rank raises, and RuntimeError if the ranks make different collectives."""
     return _Ranks(size, work).results()
 
 
@@ -29,7 +30,9 @@ class _Ranks(Generic[Result]):
     def __init__(self, size: int, work: Callable[[TensorRanks], Result]) -> None:
         self._size, self._work = size, work
         self._turn, self._turned = 0, threading.Condition()
-        self._parts: list[Tensor | None] = [None] * size
+        self._parts: dict[int, Tensor] = {}
+        self._calls: set[tuple[str, torch.Size]] = set()
+        self._gathered: list[Tensor] = []
         self._results: dict[int, Result] = {}
         self._error: BaseException | None = None
 
@@ -50,28 +53,28 @@ class _Ranks(Generic[Result]):
     def _run(self, rank: int, state: Tensor) -> None:
         try:
             self._wait(rank, state)
-            ranks = TensorRanks(rank, self._size, lambda tensor: self._sum(rank, tensor))
+            ranks = TensorRanks(rank, self._size, _Collectives(rank, self))
             with using(ranks):
                 self._results[rank] = self._work(ranks)
-            if any(part is not None for part in self._parts):
-                raise RuntimeError(f"tensor rank {rank} ends where another one sums a tensor")
+            if self._parts:
+                raise RuntimeError(f"tensor rank {rank} ends where another one exchanges a tensor")
         except BaseException as error:
             self._error = self._error or error
         self._pass_on(rank)
 
-    def _sum(self, rank: int, tensor: Tensor) -> None:
-        self._parts[rank] = tensor
+    def exchange(self, rank: int, call: str, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, which make this call."""
+        self._parts[rank] = tensor.clone(memory_format=torch.contiguous_format)
+        self._calls.add((call, tensor.shape))
         if rank == self._size - 1:
-            parts = [part for part in self._parts if part is not None]
-            if len(parts) < self._size or len({part.shape for part in parts}) > 1:
-                raise RuntimeError("the tensor ranks sum tensors of different shapes")
-            total = torch.stack(parts).sum(0)
-            for part in parts:
-                part.copy_(total)
-            self._parts = [None] * self._size
+            if len(self._parts) < self._size or len(self._calls) > 1:
+                raise RuntimeError("the tensor ranks exchange tensors of different shapes")
+            self._gathered = list(self._parts.values())
+            self._parts, self._calls = {}, set()
         state = torch.get_rng_state()
         self._pass_on(rank)
         self._wait(rank, state)
+        return self._gathered
 
     def _pass_on(self, rank: int) -> None:
         with self._turned:
@@ -84,3 +87,21 @@ class _Ranks(Generic[Result]):
         if self._error is not None:
             raise self._error
         torch.set_rng_state(state)
+
+
+@dataclass(frozen=True)
+class _Collectives:
+    """What the rank of a thread exchanges with the others."""
+
+    rank: int
+    ranks: _Ranks[Any]
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Tensor:
+        parts = torch.stack(self.ranks.exchange(self.rank, op, tensor))
+        return parts.sum(0) if op == "sum" else parts.amax(0)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [part.clone() for part in self.ranks.exchange(self.rank, "gather", tensor)]
+
+    def close(self) -> None:
+        """Does nothing, because threads have no connections."""

@@ -174,7 +174,7 @@ class Run:
         self._tell_of_cache()
         with self._activities.during(Activity("meet", "the metrics of all steps")):
             self._gather.finish()
-        self._executor.close()
+        self._trainer.stages.close()
         self._checkpoints.finish()
 
     def _hand_over(self, step: int) -> FoundCheckpoint:

@@ -403,7 +403,7 @@ class Pipeline(TrainedStages):
         at the end of a program."""
         self.flush()
         self._calls.close()
-        self.executor.close()
+        super().close()
         if self._owns_groups:
             leave()
 

@@ -3,8 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -18,19 +17,22 @@ from ..checkpoint.remote import initial_weights
 from ..checkpoint.resuming import candidates, keep_records_until
 from ..checkpoint.storage import check_exportable
 from ..config.batch_layout import StepBatch
-from ..config.execution_options import LEFT_OUT, ExecutionOptions
 from ..config.mixed_precision import find_boundary_dtypes
-from ..config.resolve import costs_at_sizes, gpu_of_rank, sized_plan
+from ..config.resolve import costs_at_sizes, sized_plan
 from ..config.segments import make_segment
-from ..config.settings import RunConfig, Settings, SettingsError
+from ..config.settings import RunConfig, Settings
 from ..control.learning_rate import learning_rate_of
 from ..data.task import GIVEN, Task
+from ..distributed.connections import (
+    agree_on_transport,
+    collectives_of_tensor_ranks,
+    group_of_gradients,
+)
 from ..distributed.failure import RankFolder
-from ..distributed.process_groups import SharedStore, World, gather_alike
+from ..distributed.process_groups import SharedStore, World
 from ..distributed.tensor_group import tensor_ranks
 from ..executor.instrumented import Activities, Activity
-from ..executor.mailbox import plan_channels
-from ..executor.precision import AS_PLANNED, BoundaryDtypes
+from ..executor.precision import BoundaryDtypes
 from ..executor.run import Criterion, needed_inputs
 from ..freezing.arena import open_arena
 from ..freezing.cache import Cache
@@ -46,129 +48,13 @@ from ..schedule.text import to_text
 from ..sharding.divide import GRADIENTS
 from ..tensor_parallel.ranks import ONE_RANK, TensorRanks
 from ..transports.choose import (
-    Circumstances,
     TransportChoice,
-    choose,
-    find_circumstances,
-    has_nccl,
-    have_own_gpus,
-    open_transport,
-    whereabouts,
 )
-from ..transports.nccl import Lane, lanes_of
-from ..transports.protocol import Transport
 from .batches import Data, evaluation_warning, open_data, prepare_data
 from .checkpointing import check_model, check_steps
 from .run_summary import announce, describe_data, forecast_run
 
 _NEWS_BYTES = 1000
-
-
-def agree_on_transport(world: World, options: ExecutionOptions, device: str) -> TransportChoice:
-    """The transport that rank 0 was asked for, or the fastest one for this pipeline's ranks; the
-    same on all of them.
-
-    Raises TransportError, on all of them, for a transport that cannot work there.
-    """
-    name = world.text_of_first(options.transport)
-    if (name == LEFT_OUT) != (not options.has_network):
-        raise SettingsError(
-            f"rank 0 has --transport {name}, but rank {world.rank} {options.transport}.",
-            "Give all ranks the same.",
-        )
-    places = world.gathered(whereabouts(torch.device(device)))
-    own = [places[rank] for rank in world.grid.pipeline_of(world.rank)]
-    return choose(name, find_circumstances(world.pipeline_group, own))
-
-
-def group_of_gradients(
-    world: World, options: ExecutionOptions, device: str
-) -> dist.ProcessGroup | None:
-    """The group of the ranks with the same stages, which sum gradients; None without replicas, and
-    without a network. Collective."""
-    if world.grid.most_copies == 1 or not options.has_network:
-        return None
-    copies = world.grid.copies_of(world.rank)
-    return _of_device(world, options, device, copies, world.data_parallel_group)
-
-
-def group_of_tensor_ranks(
-    world: World, options: ExecutionOptions, device: str
-) -> dist.ProcessGroup | None:
-    """The group of the ranks that share out the layers of the same stages; None for one rank, and
-    without a network. Collective."""
-    if world.tensor_ranks == 1 or not options.has_network:
-        return None
-    ranks = world.grid.tensor_group_of(world.rank)
-    return _of_device(world, options, device, ranks, world.tensor_group)
-
-
-def _of_device(
-    world: World,
-    options: ExecutionOptions,
-    device: str,
-    ranks: Sequence[int],
-    over_gloo: dist.ProcessGroup | None,
-) -> dist.ProcessGroup | None:
-    """A group of these ranks over NCCL if each rank has a GPU of its own, or else their group over
-    gloo. Collective."""
-    place = whereabouts(torch.device(device))
-    places = gather_alike(place, len(ranks), over_gloo) if over_gloo is not None else [place]
-    is_able = have_own_gpus(places) and all(text[16] for text in places)
-    # All create a group or none: see `process_groups._in_groups`.
-    if all(answer == b"1" for answer in world.gathered(b"1" if is_able else b"0")):
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks),
-            timeout=datetime.timedelta(seconds=options.patience_s),
-            backend="nccl",
-            use_local_synchronization=True,
-        )
-        return group if len(ranks) > 1 else None
-    return over_gloo
-
-
-def expect_transport(options: ExecutionOptions, plan: Plan, ranks: int) -> TransportChoice:
-    """The transport that ranks started on this machine would agree on."""
-    on_gpus = options.device == "cuda"
-    where = Circumstances(
-        ranks,
-        on_gpus=on_gpus,
-        own_gpus=on_gpus
-        and len(set(gpu_of_rank(plan, range(ranks), options.ranks_per_gpu))) == ranks,
-        has_nccl=on_gpus and has_nccl(),
-    )
-    return choose(options.transport, where)
-
-
-def make_transport(
-    choice: TransportChoice,
-    world: World,
-    options: ExecutionOptions,
-    plan: Plan,
-    schedule: Schedule,
-    device: str,
-) -> Transport:
-    """This rank's end of its pipeline's transport; every rank calls it."""
-    return open_transport(
-        choice.name,
-        world.pipeline_group,
-        timeout_s=options.patience_s,
-        device=device,
-        lanes=frozenset().union(*(lanes_of_plan(plan, ranks) for ranks in schedule.placements)),
-    )
-
-
-def lanes_of_plan(plan: Plan, rank_of_stage: Sequence[int]) -> frozenset[Lane]:
-    """The pairs of ranks that communicate, by kind of message; independent of tensor sizes."""
-    channels = plan_channels(
-        plan,
-        rank_of_stage,
-        sizes=plan.sizes,
-        shared_specs={},
-        state_bytes=0,
-        dtypes=AS_PLANNED,
-    )
-    return lanes_of(channels)
 
 
 @dataclass(frozen=True)
@@ -344,7 +230,7 @@ def agree(
     with activities.during(Activity("meet", "the choice of a transport")):
         transport = agree_on_transport(world, config, world.machine.device)
         gradient_group = group_of_gradients(world, config, world.machine.device)
-        tensor_group = group_of_tensor_ranks(world, config, world.machine.device)
+        collectives = collectives_of_tensor_ranks(world, config, world.machine.device, transport)
     own = world.grid.stages_of(world.rank, schedule)
     fields = needed_inputs(plan, own, criterion=config.criterion is not None)
     return Setup(
@@ -362,7 +248,7 @@ def agree(
         activities,
         board,
         criterion,
-        tensor_ranks=tensor_ranks(world, tensor_group, activities),
+        tensor_ranks=tensor_ranks(world, collectives, activities),
     )
 
 

@@ -20,6 +20,7 @@ from ..config.mixed_precision import precision_of
 from ..config.segments import RunSegment, schedule_of
 from ..config.settings import RunConfig
 from ..data.task import GIVEN, TARGET, sizes_of
+from ..distributed.connections import make_transport
 from ..executor.compiled import compile_again, compile_stage
 from ..executor.executor import Executor
 from ..executor.loading import load_stage, load_stage_class
@@ -42,7 +43,7 @@ from .evaluation import find_criterion, forward_schedule
 from .optimizer_step import OptimizerStepper
 from .own_optimizer import OwnOptimizer
 from .replica_gradients import first_buffers, share_buffers
-from .setup import Setup, make_transport
+from .setup import Setup
 
 FREEZING = "freezing"
 """The key of the progress of freezing in a checkpoint."""
@@ -76,6 +77,7 @@ class TrainedStages:
     probe: the micro-batch for which the outputs of blocks are compared, if the rule reads them; who
         trains with the stages sets it.
     cache: what frozen blocks have computed; None without --cache.
+    tensor_ranks: the ranks that share out the layers of these stages.
 
     Arguments:
     report: called with the metrics of a step once all stages of the rank have made it.
@@ -101,6 +103,7 @@ class TrainedStages:
         self._squares: dict[int, Tensor | float] = {}
         self.freezing = _freezing_of(setup, self.modules)
         self.cache = setup.cache
+        self.tensor_ranks = setup.tensor_ranks
         if self.freezing is not None and self.freezing.progress.depth:
             self._set_plan(self.freezing.apply())
         world = self._world
@@ -291,6 +294,11 @@ class TrainedStages:
             self.stepper.be_idle(step + 1)
         if self.config.data == GIVEN:
             self._warn_of_cache()
+
+    def close(self) -> None:
+        """Ends the connections to other ranks, when everything sent has arrived."""
+        self.executor.close()
+        self.tensor_ranks.close()
 
     def _warn_of_cache(self) -> None:
         """Warns a loop of the user's own of what the cache of this rank cannot keep."""

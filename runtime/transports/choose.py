@@ -14,19 +14,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import TransportError
+from ..tensor_parallel.ranks import Collectives
 from .gloo import GlooTransport
 from .left_out import LeftOutTransport
 from .mpi import MpiTransport, check_world, load_mpi
 from .nccl import Lane, NcclTransport
 from .peers import obstacle
 from .protocol import LocalHub, Transport
+from .reductions import GroupCollectives, MpiCollectives
 from .shm import ShmTransport
+from .shm_collectives import ShmCollectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +48,28 @@ class Circumstances:
 
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
-    """A transport and the reason for it; no reason if the user asked for it."""
+    """A transport and the reason for it; no reason if the user asked for it.
+
+    sums: the transport of the sums over tensor ranks, if that is another one
+    """
 
     name: str
     reason: str = ""
+    sums: str = ""
+
+    def with_sums(self, sums: TransportChoice) -> TransportChoice:
+        """The choice of a pipeline whose tensor ranks, of which it has several, sum over `sums`."""
+        if self.name == "local":
+            return sums
+        return replace(self, sums="" if sums.name == self.name else sums.name)
+
+    def between(self, medium: str = "") -> str:
+        """In words: the transport over a network interface, or with its reason."""
+        by = f" over {medium}" if medium else f" ({self.reason})" if self.reason else ""
+        return f"{self.name}{by}{f', sums over {self.sums}' if self.sums else ''}"
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.reason})" if self.reason else self.name
+        return self.between()
 
 
 def choose(name: str, where: Circumstances) -> TransportChoice:
@@ -150,10 +169,24 @@ def open_transport(
     if name == "nccl":
         return NcclTransport(lanes, group, timeout_s=timeout_s, device=device)
     if name == "mpi":
-        world = load_mpi().COMM_WORLD
-        check_world(world, dist.get_rank(), dist.get_world_size())
-        own = world.Split(min(dist.get_process_group_ranks(group)), dist.get_rank(group))
-        return MpiTransport(own, timeout_s=timeout_s, device=device)
+        return MpiTransport(_communicator(group), timeout_s=timeout_s, device=device)
     if name == "shm":
         return ShmTransport(group, timeout_s=timeout_s, device=device)
     return GlooTransport(group, timeout_s=timeout_s, device=device)
+
+
+def open_collectives(name: str, group: dist.ProcessGroup, *, timeout_s: float) -> Collectives:
+    """This rank's end for the tensor ranks of `group`, which is over NCCL or gloo; every rank of it
+    calls it, and all ranks are in such groups."""
+    if name == "mpi":
+        return MpiCollectives(_communicator(group), timeout_s=timeout_s)
+    if name == "shm":
+        return ShmCollectives(group, timeout_s=timeout_s)
+    return GroupCollectives(group)
+
+
+def _communicator(group: dist.ProcessGroup) -> Any:
+    """A communicator of mpi4py for the ranks of a group; all ranks call it, each for its own."""
+    world = load_mpi().COMM_WORLD
+    check_world(world, dist.get_rank(), dist.get_world_size())
+    return world.Split(min(dist.get_process_group_ranks(group)), dist.get_rank(group))

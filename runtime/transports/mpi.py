@@ -6,9 +6,7 @@ of MPI's world: mpiexec, mpirun or srun started them.
 
 MPI moves large messages only while a process is inside one of its calls, and it cannot wake a
 sleeping process. So `Progress` polls: the rank itself while it waits for a message, a thread while
-it computes. Ranks share cores, so neither spins: a nap between two polls is a tenth of the time in
-which nothing happened, which bounds the delay of a message, and with nothing in transit the thread
-sleeps.
+it computes. Both nap between two polls (`naps.py`), and with nothing in transit the thread sleeps.
 """
 
 from __future__ import annotations
@@ -36,13 +34,8 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from ..errors import TransportError
 from ..extras import install
 from .device_slots import find_memory
+from .naps import LONGEST_NAP_S, nap_s, wait_until
 from .protocol import DIRECTIONS, Channel, Handle, Sends, peer_is_gone, timed_out
-
-SHORTEST_NAP_S = 50e-6
-LONGEST_NAP_S = 1e-3
-
-EAGER_S = 200e-6
-"""How long a rank that begins to wait only yields its core before it naps."""
 
 
 class MpiMessage:
@@ -88,24 +81,19 @@ class Progress:
         """Returns when the message is over. Raises TimeoutError, or what MPI raised."""
         self._waits = True
         try:
-            start_s = time.monotonic()
-            while not message.is_over:
-                self.ask()
-                if self._error is not None:
-                    raise self._error
-                waited_s = time.monotonic() - start_s
-                if message.is_over:
-                    break
-                if waited_s > timeout_s:
-                    raise TimeoutError
-                if waited_s < EAGER_S:
-                    os.sched_yield()
-                else:
-                    time.sleep(_nap_s(waited_s))
+            wait_until(lambda: self._is_over(message), timeout_s)
         finally:
             self._waits = False
             if self._new or self._under_way:
                 self._wake.set()
+
+    def _is_over(self, message: MpiMessage) -> bool:
+        if message.is_over:
+            return True
+        self.ask()
+        if self._error is not None:
+            raise self._error
+        return message.is_over
 
     def ask(self) -> bool:
         """Asks MPI once; whether anything was new."""
@@ -149,11 +137,7 @@ class Progress:
             except BaseException as error:  # raised when the rank waits
                 self._error = error
                 return
-            time.sleep(_nap_s(time.monotonic() - last_s))
-
-
-def _nap_s(quiet_s: float) -> float:
-    return min(max(quiet_s / 10, SHORTEST_NAP_S), LONGEST_NAP_S)
+            time.sleep(nap_s(time.monotonic() - last_s))
 
 
 INDICES = 1024

@@ -54,8 +54,9 @@ def has_shared_memory() -> bool:
     return True
 
 
-def create_memory() -> int:
-    """A new file of memory that only this user's processes can open. Raises OSError."""
+def create_memory(size: int | None = None) -> int:
+    """A new file of memory that only this user's processes can open, by default as large as the
+    machine's memory. Raises OSError."""
     import fcntl  # Not every system that this module is loaded on has it.
 
     # Pythons that were built for an old C library (conda's, uv's) lack os.memfd_create.
@@ -64,7 +65,8 @@ def create_memory() -> int:
     if descriptor < 0:
         raise OSError(ctypes.get_errno(), "no file of memory can be created")
     os.fchmod(descriptor, 0o600)
-    os.ftruncate(descriptor, min(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, _MOST_BYTES))
+    of_machine = min(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, _MOST_BYTES)
+    os.ftruncate(descriptor, of_machine if size is None else size)
     fcntl.fcntl(descriptor, _ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
     return descriptor
 
@@ -82,6 +84,12 @@ class SharedMemory:
     def bytes_at(self, place: int, size: int) -> npt.NDArray[np.uint8]:
         """A new array of bytes in the memory."""
         return np.frombuffer(self._map, np.uint8, size, place)
+
+    def write(self, place: int, content: bytes) -> None:
+        self._map[place : place + len(content)] = content
+
+    def read(self, place: int, size: int) -> bytes:
+        return self._map[place : place + size]
 
 
 class Slots:

@@ -116,5 +116,5 @@ def test_a_rank_that_sums_less_than_the_others_is_an_error() -> None:
     def work(ranks: TensorRanks) -> Tensor:
         return torch.ones(2) if ranks.rank == 1 else sum_over_ranks(torch.ones(2))
 
-    with pytest.raises(RuntimeError, match="tensor rank 1 ends where another one sums"):
+    with pytest.raises(RuntimeError, match="tensor rank 1 ends where another one exchanges"):
         in_threads(2, work)

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from asyncpipe.runtime.communication.options import RankOptions
 from asyncpipe.runtime.config.execution_options import LEFT_OUT, TRANSPORTS
 from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.distributed.connections import agree_on_transport, expect_transport
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.distributed.ranks import ALONE, RankInfo
 from asyncpipe.runtime.errors import TransportError
 from asyncpipe.runtime.options import options_of
-from asyncpipe.runtime.training.setup import agree_on_transport, expect_transport
 from asyncpipe.runtime.transports.choose import (
     Circumstances,
     choose,

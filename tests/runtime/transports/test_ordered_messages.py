@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncpipe.runtime.distributed.connections import lanes_of_plan
 from asyncpipe.runtime.errors import TransportError
 from asyncpipe.runtime.plan.plan import Plan
-from asyncpipe.runtime.training.setup import lanes_of_plan
 from asyncpipe.runtime.transports import Channel
 from asyncpipe.runtime.transports.nccl import Lane, NcclTransport, lanes_of
 from asyncpipe.tests.support.models.hand_plans import chain, tied
