@@ -4,6 +4,7 @@
 # make quick        the essential ones, in under three minutes
 # make check        what CI runs: test, lint, types, site
 # make site         the documentation as pages, in build/site
+# make gpu-report   everything that has to be tried on GPUs, in 30 minutes: docs/gpu-report.md
 # make audit        asks for known vulnerabilities of what is installed; without a network it says so
 #
 # TORCH_BACKEND=cpu is the default; TORCH_BACKEND=auto (or cu126, cu130, ...) installs a CUDA build.
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 
 EXTRAS ?= hf,data
 
-.PHONY: quickstart install test quick check lint types site audit clean
+.PHONY: quickstart install test quick check lint types site gpu-report audit clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/asyncpipe-partition --model gpt2 --stages 4 --seq 64 --micro-batch-size 1 --force
@@ -60,6 +61,10 @@ types: $(VENV)/.dev
 
 site: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+gpu-report: TORCH_BACKEND := auto
+gpu-report: $(VENV)/.demo
+	$(BIN)/python benchmarks/gpu_report.py $(OPTIONS)
 
 # pip-audit is content with packages of which its service knows nothing, or that it did not answer
 # for. Where it had no answer at all, as without a network, that is said and no failure.

@@ -46,7 +46,8 @@ class Embedding(nn.Module):
 
 def units_of(model: gpt.GPT) -> list[nn.Module]:
     """The model as a list of modules between which one may cut: embedding, blocks, head."""
-    return [Embedding(model), *model.blocks, nn.Sequential(model.ln_f, model.head)]
+    first = Embedding(model) if hasattr(model, "pos") else model.tok
+    return [first, *model.blocks, nn.Sequential(model.ln_f, model.head)]
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -96,15 +97,23 @@ def unit_costs(model: gpt.GPT, inputs: dict[str, Tensor], rounds: int = 5) -> li
     for _ in range(rounds):
         value = inputs["input_ids"]
         for number, unit in enumerate(units):
+            finish(value.device)
             start = time.perf_counter()
             given = value.detach().requires_grad_(number > 0)
             made = unit(given)
             result = loss_of(made, inputs["labels"]) if number == len(units) - 1 else made
             result.backward(None if result.ndim == 0 else torch.ones_like(result))
+            finish(value.device)
             least[number] = min(least[number], time.perf_counter() - start)
             value = made.detach()
     model.zero_grad(set_to_none=True)
     return least
+
+
+def finish(device: torch.device) -> None:
+    """Waits for a GPU's work, so that a clock counts it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def cut_units(costs: Sequence[float], ranks: int, each: int, v_shaped: bool) -> list[int]:
@@ -148,7 +157,7 @@ def pipelined(
             nn.Sequential(*units[edges[stage] : edges[stage + 1]]),
             stage,
             count,
-            torch.device("cpu"),
+            batch[0]["input_ids"].device,
         )
         for stage in mine
     ]

@@ -280,15 +280,15 @@ def _ask(world: World, clock: Callable[[], float]) -> float:
     return min(answers)[1]
 
 
-def base_bytes(modules: Mapping[int, nn.Module]) -> float:
+def base_bytes(modules: Mapping[int, nn.Module], device: str) -> float:
     """The peak memory of this process without the tensors of these modules."""
     loaded = [tensor for module in modules.values() for tensor in module.state_dict().values()]
-    return max(0.0, peak_memory_bytes() - sum(int(each.nbytes) for each in loaded))
+    return max(0.0, peak_memory_bytes(device) - sum(int(each.nbytes) for each in loaded))
 
 
-def peak_memory_bytes() -> float:
-    """The peak memory of this process, or of its GPU."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
+def peak_memory_bytes(device: str) -> float:
+    """The peak memory of this process, or of its tensors on a GPU."""
+    if torch.device(device).type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else peak * 1024)

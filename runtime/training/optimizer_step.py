@@ -114,7 +114,7 @@ class OptimizerStepper(SummingObserver):
         self._finite = Finite(config, has_own=own is not None)
         self._is_skipped = False
         self._optimizer_s = 0.0
-        self._base_bytes = base_bytes(modules)
+        self._base_bytes = base_bytes(modules, world.machine.device)
 
     def _make_optimizers(self) -> None:
         plan, config, world, modules = self._plan, self._config, self._world, self._modules
@@ -420,7 +420,7 @@ class OptimizerStepper(SummingObserver):
                 loss=self._finite.loss * self._part if losses else math.nan,
                 squared_norm=sum(squares, 0.0) if is_known else math.nan,
                 optimizer_s=self._optimizer_s,
-                mem_bytes=peak_memory_bytes(),
+                mem_bytes=peak_memory_bytes(self._world.machine.device),
                 base_bytes=self._base_bytes,
                 loss_scale=self.loss_scale,
                 skipped=self._scale.skipped if self._scale else 0,

@@ -222,6 +222,8 @@ def agree(
 ) -> Setup:
     """The setup that all ranks agree on; every rank calls it. `criterion` is as for Setup."""
     config, plan = job.config, job.plan
+    if config.device == "cuda":
+        torch.cuda.set_device(world.machine.device)  # for NCCL and kernels that name no device
     reads_data = config.data != GIVEN
     schedule = make_segment(plan, config, steps=1)
     dtypes = find_boundary_dtypes(config, plan, job.code)
