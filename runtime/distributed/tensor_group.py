@@ -6,6 +6,7 @@ gathered over gloo to the first of the ranks, which writes them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,18 +97,22 @@ def whole(part: Tensor, split: Split | None, world: World) -> Tensor | None:
     for a part."""
     if world.tensor_group is None or split is None:
         return part.detach() if world.tensor_rank == 0 else None
-    own = part.detach().cpu().contiguous()
+    own = part.detach().cpu()
     ranks = world.grid.tensor_group_of(world.rank)
-    is_first = world.rank == ranks[0]
-    parts = [torch.empty_like(own) for _ in ranks] if is_first else []
-    content = [each.reshape(-1).view(torch.uint8) for each in parts]
-    dist.gather(
-        own.reshape(-1).view(torch.uint8),
-        content if is_first else None,
-        dst=ranks[0],
-        group=world.tensor_group,
-    )
-    return split.whole(parts) if is_first else None
+    is_first, size = world.rank == ranks[0], len(ranks)
+    shape = split.whole_shape(own.shape, size)
+    shapes = [split.part_shape(shape, rank, size) for rank in range(size)]
+    largest = max(map(math.prod, shapes))  # as all give as much to a gather
+    given = torch.nn.functional.pad(own.reshape(-1), (0, largest - own.numel())).view(torch.uint8)
+    content = [torch.empty_like(given) for _ in ranks] if is_first else None
+    dist.gather(given, content, dst=ranks[0], group=world.tensor_group)
+    if content is None:
+        return None
+    parts = [
+        each.view(own.dtype)[: math.prod(of)].view(of)
+        for each, of in zip(content, shapes, strict=True)
+    ]
+    return split.whole(parts)
 
 
 def whole_state(module: nn.Module, world: World) -> dict[str, Tensor]:

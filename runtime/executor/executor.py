@@ -267,6 +267,8 @@ class Executor:
         batches = [own.get("batch", 1) for own in sizes]
         empty = frozenset(index for index, samples in enumerate(batches) if not samples)
         rank, observer = self.transport.rank, options.get("observer") or Observer()
+        for stage in self.stages.values():
+            stage.loss_alone = self.plan.loss is not None and not observer.reads_outputs
         needed = [name for name in self._needed if name != TARGET or options.get("losses", True)]
         return PipelineRun(
             schedule=schedule,

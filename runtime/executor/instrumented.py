@@ -258,6 +258,12 @@ Event = tuple[Action, float, float]
 class Observer:
     """Receives the events of this rank; the training loop steps its optimizers in `on_step`."""
 
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether `on_outputs` reads other outputs than the loss; alike on all tensor ranks, which
+        gather outputs that are in parts."""
+        return True
+
     def on_begin(self, action: Action) -> None:
         """An F, B, W or S begins; everything that it waited for has arrived."""
 

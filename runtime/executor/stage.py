@@ -27,6 +27,7 @@ from ..errors import AsyncPipeError, TransportError
 from ..plan.plan import StageSpec
 from ..rng import GeneratorState, drawing_from
 from ..staleness.weight_versions import Weights
+from ..tensor_parallel.ranks import reading_loss_alone
 from ..user_code import own_line
 from .precision import FULL, Precision
 from .recompute import Buffers, ChangedParameters, MiniBatchNorm, WrittenArguments, nothing_saved
@@ -109,6 +110,7 @@ class Stage:
     never recomputes.
 
     around: makes the module's result; None for a call of it
+    loss_alone: nothing reads the outputs of the model but its loss
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Stage:
         self.grad_inputs = tuple(b.tensor.name for b in spec.receives if b.tensor.requires_grad)
         self._grad_outputs = tuple(b.tensor.name for b in spec.sends if b.tensor.requires_grad)
         self.around: Around | None = None
+        self.loss_alone = False
         self._batch_norm = batch_norm
         self._loss_seed = loss_seed
         self.has_backward = loss_of is not None or bool(self._grad_outputs)
@@ -317,7 +320,8 @@ class Stage:
         with generator.drawing() if generator else nullcontext(), self.precision.computing():
             arguments = tuple(map(self.precision.argument, forward_inputs.arguments))
             call = partial(self._call, {**(forward_inputs.weights or {}), **(buffers or {})})
-            with self._written.guarded(arguments) as arguments:
+            alone = reading_loss_alone(self.loss_alone)
+            with self._written.guarded(arguments) as arguments, alone:
                 result = self.around(arguments, call) if self.around else call(arguments)
             outputs = self.spec.named_outputs(result)
             return outputs, self._loss(forward_inputs, outputs)

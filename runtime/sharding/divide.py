@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..config.settings import RunConfig
 from ..optimizers.param_groups import hidden_matrices
 from ..plan.plan import Plan
+from ..tensor_parallel.ranks import largest_part
 from .owners import owners_of, state_numbers
 from .shards import WHOLE, Shards
 
@@ -60,8 +61,7 @@ def sizes_of(
 
 def _size(parameter: nn.Parameter, config: RunConfig, *, is_hidden: bool) -> int:
     """The bytes of the optimizer's state, or of the parameter where that is larger: its step
-    computes as much."""
-    numbers = state_numbers(
-        config.optimizer, parameter.shape, is_hidden=is_hidden, momentum=config.momentum
-    )
-    return parameter.element_size() * max(parameter.numel(), numbers)
+    computes as much. Tensor ranks agree on it, and so on the owners."""
+    shape = largest_part(parameter, config.tensor_ranks)
+    numbers = state_numbers(config.optimizer, shape, is_hidden=is_hidden, momentum=config.momentum)
+    return parameter.element_size() * max(shape.numel(), numbers)

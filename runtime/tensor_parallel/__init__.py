@@ -20,6 +20,7 @@ from .functions import (
     split_attention,
     split_dropout,
     sum_over_ranks,
+    whole_output,
 )
 from .layers import (
     ColumnConv1d,
@@ -34,6 +35,7 @@ from .layers import (
     split_parameter,
 )
 from .ranks import ONE_RANK, Split, TensorRanks, splits_of, using
+from .vocabulary import VocabEmbedding, split_cross_entropy, split_log_softmax, split_nll_loss
 
 __all__ = [
     "ONE_RANK",
@@ -46,16 +48,21 @@ __all__ = [
     "Split",
     "SplitDropout",
     "TensorRanks",
+    "VocabEmbedding",
     "local",
     "on_one_rank",
     "parallel_input",
     "part_of",
     "shared_module",
     "split_attention",
+    "split_cross_entropy",
     "split_dropout",
+    "split_log_softmax",
     "split_module",
+    "split_nll_loss",
     "split_parameter",
     "splits_of",
     "sum_over_ranks",
     "using",
+    "whole_output",
 ]

@@ -2,43 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .ranks import Split, TensorRanks, current_ranks, share
+from .ranks import (
+    Split,
+    TensorRanks,
+    current_ranks,
+    reads_loss_alone,
+    share,
+    split_of_length,
+    uneven_range,
+)
 
 
-def local(number: int) -> int:
-    """The share of each rank of a size that is divided. Raises PlanError if it cannot be."""
-    return share(number, current_ranks().size)
+def local(number: int, *, uneven: bool = False) -> int:
+    """The share of this rank of a size that is divided. Raises PlanError if the ranks cannot divide
+    it equally and the shares may not be `uneven`."""
+    ranks = current_ranks()
+    if not uneven:
+        return share(number, ranks.size)
+    start, stop = uneven_range(number, ranks.rank, ranks.size)
+    return stop - start
 
 
 def parallel_input(x: Tensor) -> Tensor:
     """A whole tensor that split layers read: itself; its gradient is summed over the ranks."""
     ranks = current_ranks()
-    return x if ranks.size == 1 else _applied(_ParallelInput, x, ranks)
+    return x if ranks.size == 1 else applied(_ParallelInput, x, ranks)
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
     """The sum of the ranks' summands; each has the gradient of the sum."""
     ranks = current_ranks()
-    return x if ranks.size == 1 else _applied(_SumOverRanks, x, ranks)
+    return x if ranks.size == 1 else applied(_SumOverRanks, x, ranks)
 
 
 def on_one_rank(x: Tensor) -> Tensor:
     """A whole summand, such as a bias, of which a sum over the ranks must have one: itself on rank
     0 and zeros elsewhere; its gradient is whole on all ranks."""
     ranks = current_ranks()
-    return x if ranks.size == 1 else _applied(_OnOneRank, x, ranks)
+    return x if ranks.size == 1 else applied(_OnOneRank, x, ranks)
 
 
-def part_of(x: Tensor, dim: int, groups: int = 1) -> Tensor:
+def part_of(x: Tensor, dim: int, groups: int = 1, *, uneven: bool = False) -> Tensor:
     """This rank's part of a whole tensor; the gradient of the whole is put together again."""
     ranks = current_ranks()
-    return x if ranks.size == 1 else _applied(_PartOf, x, Split(dim, groups), ranks)
+    split = Split(dim, groups, x.shape[dim] if uneven else None)
+    return x if ranks.size == 1 else applied(_PartOf, x, split, ranks)
+
+
+def whole_output(x: Tensor, dim: int, length: int, groups: int = 1) -> Tensor:
+    """The whole of a result of the model that the ranks have in parts, with `length` in all along
+    `dim`. Where the loss alone is read of a model (`reading_loss_alone`), the part."""
+    ranks = current_ranks()
+    if ranks.size == 1 or reads_loss_alone():
+        return x
+    return applied(_WholeOf, x, split_of_length(dim, length, ranks.size, groups), ranks)
 
 
 def split_dropout(x: Tensor, p: float, training: bool, dim: int, groups: int = 1) -> Tensor:
@@ -90,7 +114,7 @@ def split_attention(
 
 def _mask_part(x: Tensor, p: float, split: Split, ranks: TensorRanks) -> Tensor:
     """This rank's part of the factors by which dropout multiplies the whole tensor."""
-    shape = [n * ranks.size if place == split.dim else n for place, n in enumerate(x.shape)]
+    shape = split.whole_shape(x.shape, ranks.size)
     # The order in which a mask is filled follows the strides.
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda place: (-strides[place], place))
@@ -98,9 +122,9 @@ def _mask_part(x: Tensor, p: float, split: Split, ranks: TensorRanks) -> Tensor:
     return split.part(torch.nn.functional.dropout(ones, p, True), ranks.rank, ranks.size)
 
 
-def _applied(function: type[Function], *arguments: Any) -> Tensor:
-    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
-    return result
+def applied(function: type[Function], *arguments: Any) -> Any:
+    """The result of a differentiable function."""
+    return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 class _ParallelInput(Function):
@@ -142,10 +166,26 @@ class _PartOf(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        split, ranks, gradient = ctx.split, ctx.ranks, gradients[0]
-        whole = gradient.new_zeros(ctx.shape)
-        ranges = split.ranges(whole.shape[split.dim], ranks.rank, ranks.size)
-        parts = torch.split(gradient, [stop - start for start, stop in ranges], split.dim)
-        for (start, stop), part in zip(ranges, parts, strict=True):
-            whole.narrow(split.dim, start, stop - start).copy_(part)
-        return ranks.all_reduce(whole), None, None
+        return _gathered(gradients[0], ctx.shape, ctx.split, ctx.ranks), None, None
+
+
+class _WholeOf(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split, ranks: TensorRanks) -> Tensor:
+        ctx.split, ctx.ranks = split, ranks
+        return _gathered(x, split.whole_shape(x.shape, ranks.size), split, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.split.part(gradients[0], ctx.ranks.rank, ctx.ranks.size), None, None
+
+
+def _gathered(part: Tensor, shape: Sequence[int], split: Split, ranks: TensorRanks) -> Tensor:
+    """The tensor of this shape of which the ranks have these parts, the smaller ones filled up."""
+    of_ranks = [split.part_shape(shape, rank, ranks.size)[split.dim] for rank in range(ranks.size)]
+    filled = list(part.shape)
+    filled[split.dim] = max(of_ranks) - part.shape[split.dim]
+    if filled[split.dim]:
+        part = torch.cat([part, part.new_zeros(filled)], split.dim)
+    parts = zip(ranks.all_gather(part), of_ranks, strict=True)
+    return split.whole([each.narrow(split.dim, 0, own) for each, own in parts])

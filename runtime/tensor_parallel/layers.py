@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .functions import local, on_one_rank, parallel_input, split_dropout, sum_over_ranks
-from .ranks import Split, current_ranks, mark_split, share
+from .ranks import Split, current_ranks, mark_split
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -29,15 +29,17 @@ class _SplitLinear(nn.Linear):
         bias: bool = True,
         *,
         groups: int = 1,
+        uneven: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        sizes = [out_features, in_features]
-        sizes[self.split_dim] = share(sizes[self.split_dim], current_ranks().size, groups)
-        super().__init__(sizes[1], sizes[0], bias, dtype=dtype)
-        self.groups = groups
-        mark_split(self.weight, Split(self.split_dim, groups))
+        sizes, ranks = [out_features, in_features], current_ranks()
+        split = Split(self.split_dim, groups, sizes[self.split_dim] if uneven else None)
+        rows, columns = split.part_shape(sizes, ranks.rank, ranks.size)
+        super().__init__(columns, rows, bias, dtype=dtype)
+        self.groups, self.uneven = groups, uneven
+        mark_split(self.weight, split)
         if self.bias is not None and self.split_dim == 0:
-            mark_split(self.bias, Split(0, groups))
+            mark_split(self.bias, split)
 
 
 class ColumnLinear(_SplitLinear):
@@ -45,6 +47,8 @@ class ColumnLinear(_SplitLinear):
 
     groups: the equal blocks of the output that are each split, three for fused queries, keys and
         values
+    uneven: the ranks need not divide the output equally, as for a vocabulary: the first have one
+        more
     """
 
     split_dim = 0
@@ -133,10 +137,15 @@ class SplitDropout(nn.Dropout):
 
 
 def split_parameter(
-    whole: Tensor, *, dim: int, groups: int = 1, requires_grad: bool = True
+    whole: Tensor,
+    *,
+    dim: int,
+    groups: int = 1,
+    uneven: bool = False,
+    requires_grad: bool = True,
 ) -> nn.Parameter:
     """A parameter of the whole shape, split along `dim`: this rank's part of it."""
-    split, ranks = Split(dim, groups), current_ranks()
+    split, ranks = Split(dim, groups, whole.shape[dim] if uneven else None), current_ranks()
     part = split.part(whole, ranks.rank, ranks.size) if ranks.size > 1 else whole
     parameter = nn.Parameter(part.contiguous(), requires_grad)
     mark_split(parameter, split)

@@ -26,26 +26,43 @@ def share(length: int, size: int, groups: int = 1) -> int:
     return length // size
 
 
+def uneven_range(length: int, rank: int, size: int) -> tuple[int, int]:
+    """The range of one of `size` ranks, as (first, last + 1), of a length that they need not divide
+    equally: the first ranks have one more."""
+    least, more = divmod(length, size)
+    start = rank * least + min(rank, more)
+    return start, start + least + (rank < more)
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """How a tensor is divided: along `dim`, in which `groups` equal blocks stand one after the
     other and are divided each (a fused projection of queries, keys and values has three).
 
+    length: the whole length, where the parts may be unequal: the first ranks have one more
+
     >>> import torch
     >>> Split(0, groups=2).part(torch.arange(8), rank=1, size=2)
     tensor([2, 3, 6, 7])
+    >>> Split(0, length=5).part(torch.arange(5), rank=1, size=2)
+    tensor([3, 4])
     """
 
     dim: int
     groups: int = 1
+    length: int | None = None
 
     def fits(self, length: int, size: int) -> bool:
         """True if a dimension of that length can be divided over `size` ranks."""
+        if self.length is not None:
+            return length == self.length >= size
         return length % (self.groups * size) == 0
 
     def ranges(self, length: int, rank: int, size: int) -> list[tuple[int, int]]:
         """The ranges of the dimension that one rank holds, as (first, last + 1). Raises PlanError
         if the ranks cannot divide it."""
+        if self.length is not None:
+            return [uneven_range(length, rank, size)]
         block = length // self.groups
         part = share(length, size, self.groups) // self.groups
         starts = [group * block + rank * part for group in range(self.groups)]
@@ -59,7 +76,13 @@ class Split:
 
     def whole_shape(self, part: Sequence[int], size: int) -> tuple[int, ...]:
         """The shape of the tensor of which a rank has a part of this shape."""
-        return tuple(n * size if place == self.dim else n for place, n in enumerate(part))
+        own = part[self.dim] * size if self.length is None else self.length
+        return (*part[: self.dim], own, *part[self.dim + 1 :])
+
+    def part_shape(self, whole: Sequence[int], rank: int, size: int) -> tuple[int, ...]:
+        """The shape of the part that a rank has of a tensor of this shape."""
+        own = sum(stop - start for start, stop in self.ranges(whole[self.dim], rank, size))
+        return (*whole[: self.dim], own, *whole[self.dim + 1 :])
 
     def read(self, stored: Any, rank: int, size: int) -> Tensor:
         """The part of one rank of a tensor in a file (a slice of `safetensors`), of which no more
@@ -77,6 +100,13 @@ class Split:
         return torch.cat(
             [block for group in zip(*blocks, strict=True) for block in group], self.dim
         )
+
+
+def split_of_length(dim: int, length: int, size: int, groups: int = 1) -> Split:
+    """The split of a length along `dim`: in equal parts if the ranks divide it, or if it has
+    several blocks."""
+    is_uneven = groups == 1 and length % size > 0
+    return Split(dim, groups, length if is_uneven else None)
 
 
 Reduction = Literal["sum", "max"]
@@ -147,6 +177,24 @@ def using(ranks: TensorRanks) -> Iterator[None]:
         _current.reset(token)
 
 
+_loss_alone: ContextVar[bool] = ContextVar("loss_alone", default=False)
+
+
+@contextmanager
+def reading_loss_alone(is_alone: bool = True) -> Iterator[None]:
+    """Inside, nothing reads the results of a model but its loss: those in parts stay in parts."""
+    token = _loss_alone.set(is_alone or _loss_alone.get())
+    try:
+        yield
+    finally:
+        _loss_alone.reset(token)
+
+
+def reads_loss_alone() -> bool:
+    """True if nothing reads the results of the model but its loss."""
+    return _loss_alone.get()
+
+
 def bind(stage: nn.Module, ranks: TensorRanks) -> None:
     """Makes each forward of a stage run for these ranks, which it was built for."""
     if ranks.size == 1:
@@ -167,6 +215,20 @@ def mark_split(tensor: Tensor, split: Split) -> None:
 def split_of(tensor: Tensor) -> Split | None:
     """How a parameter or buffer is divided; None if each rank has the whole."""
     return getattr(tensor, _SPLIT, None)
+
+
+def whole_shape(tensor: Tensor, size: int) -> torch.Size:
+    """The shape of the tensor of which a rank has this part, or all."""
+    split = split_of(tensor)
+    return tensor.shape if split is None else torch.Size(split.whole_shape(tensor.shape, size))
+
+
+def largest_part(tensor: Tensor, size: int) -> torch.Size:
+    """The shape of the part of the first rank, which is the same on all ranks that ask."""
+    split = split_of(tensor)
+    if split is None:
+        return tensor.shape
+    return torch.Size(split.part_shape(whole_shape(tensor, size), 0, size))
 
 
 def mark_splits(stage: nn.Module, splits: Mapping[str, Split]) -> None:

@@ -45,7 +45,7 @@ from ..executor.instrumented import Activities, Activity
 from ..executor.tied_parameters import shared_weights
 from ..plan.plan import Plan
 from ..sharding.shards import WHOLE, Shards
-from ..tensor_parallel.ranks import split_of
+from ..tensor_parallel.ranks import split_of, whole_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,11 +345,9 @@ class StageNorms:
     def _bound(self, weights: Iterable[nn.Parameter]) -> float:
         if self._by == "stage":
             return self._limit
-        whole = (
-            _numbers([weight]) * (1 if split_of(weight) is None else self._world.tensor_ranks)
-            for weight in weights
-        )
-        return self._limit * math.sqrt(sum(whole) / self._weights)
+        ranks = self._world.tensor_ranks
+        whole = sum(whole_shape(each, ranks).numel() for each in weights if each.requires_grad)
+        return self._limit * math.sqrt(whole / self._weights)
 
 
 def steps_until_known(ahead: Sequence[int], step_every: int) -> int:

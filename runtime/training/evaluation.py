@@ -170,6 +170,10 @@ class _Counts(ActionObserver):
         self.loss += float(loss) * share
         self.losses += share
 
+    @property
+    def reads_outputs(self) -> bool:
+        return self._metric is not None or self._logits is not None
+
     def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
         labels = self.labels.get(micro_batch)
         if self._metric is not None and self._metric.is_made_by(outputs):

@@ -98,6 +98,10 @@ class Evaluated(Observer):
         self.loss += float(loss) * self.samples[micro_batch]
         self.counted += self.samples[micro_batch]
 
+    @property
+    def reads_outputs(self) -> bool:
+        return self._keeps
+
     def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
         if self._keeps:
             self.outputs.setdefault(micro_batch, {}).update(outputs)

@@ -237,6 +237,10 @@ class OptimizerStepper(SummingObserver):
         step, place = divmod(self._numbers.index(micro_batch), len(self._sizes))
         self._losses[self._first_step + step].append((loss, self._sizes[place]))
 
+    @property
+    def reads_outputs(self) -> bool:
+        return self.outputs is not None
+
     def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
         if self.outputs is not None:
             self.outputs.setdefault(micro_batch, {}).update(outputs)

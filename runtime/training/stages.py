@@ -27,6 +27,7 @@ from ..executor.loading import load_stage, load_stage_class
 from ..executor.mailbox import Sizes
 from ..executor.observed_transport import ObservedTransport
 from ..executor.run import Feed, RunOptions
+from ..executor.tied_splits import verify_tied_alike
 from ..formatting import counted
 from ..freezing.block_outputs import SAMPLES
 from ..freezing.blocks import FreezeError
@@ -347,9 +348,10 @@ def _freezing_of(setup: Setup, modules: Mapping[int, nn.Module]) -> Freezing | N
 
 def load_stages(setup: Setup) -> dict[int, nn.Module]:
     """The stages of this rank by number, on its device, in training mode."""
-    config, world = setup.job.config, setup.world
-    modules = {}
-    for stage in world.grid.stages_of(world.rank, setup.schedule):
+    config, world, code = setup.job.config, setup.world, setup.job.code
+    modules, own = {}, world.grid.stages_of(world.rank, setup.schedule)
+    verify_tied_alike(config.folder, setup.job.planned, own, setup.tensor_ranks, code)
+    for stage in own:
         module = load_stage(
             config.folder,
             setup.job.planned,
@@ -357,7 +359,7 @@ def load_stages(setup: Setup) -> dict[int, nn.Module]:
             weights=setup.weights,
             device=world.machine.device,
             dtype=dtype_of(config.dtype),
-            code=setup.job.code,
+            code=code,
             ranks=setup.tensor_ranks,
         )
         modules[stage] = module.train()
