@@ -126,8 +126,12 @@ def _with_written_step(plan: Plan, solution: Solution) -> Plan:
     is_trained = not placement.is_replicated or has_replicas(solution.problem, placement)
     if not is_simulated(solution.problem, placement) or not is_trained:
         return plan
-    micro_batches = solution.setting.shared_micro_batches
-    step_ms = forecast_step(plan, plan.setting.schedule, micro_batches).step_ms
+    setting = solution.setting
+    # The schedule of replicas of single stages has their sums.
+    sums_ms = None if plan.stage_replicas else [stage.summing_ms for stage in plan.stages]
+    step_ms = forecast_step(
+        plan, setting.schedule, setting.shared_micro_batches, step_ms=sums_ms
+    ).step_ms
     return replace(
         plan,
         setting=replace(plan.setting, step_ms=step_ms),
@@ -170,6 +174,8 @@ def _stage(
         sends=tuple(boundary for boundary in boundaries if boundary.source == stage.index),
         receives=tuple(boundary for boundary in boundaries if stage.index in boundary.targets),
         memory=load.memory,
+        summing_ms=load.summing_ms,
+        unshared=load.unshared,
         in_flight=load.in_flight,
         load_ms=load.load_ms,
         weight_ms=sum(
@@ -247,6 +253,7 @@ def _setting(solution: Solution, transfers: _Transfers) -> PlanSetting:
         latency_ms=solution.problem.costs.link.latency_ms,
         step_ms=solution.step_ms,
         step_bound_ms=solution.step_bound_ms,
+        zero=setting.zero,
     )
 
 

@@ -45,13 +45,14 @@ from .output import (
     write_weights_of,
 )
 from .planning.cluster import Cluster, make_setting
+from .planning.cluster_file import cluster_of
 from .planning.compare_methods import ALL
 from .planning.explain import explain as explain_plan
 from .planning.explain import explain_micro_batches
 from .planning.infeasible import explained
 from .planning.keywords import PartitionKeywords
 from .planning.options import PartitionOptions
-from .planning.planner import cluster_of, planner_for
+from .planning.planner import planner_for
 from .planning.signatures import options_for, shows_options
 from .planning.solve import solve
 from .profile.cache import threads_set
@@ -181,7 +182,13 @@ def partition_source(
     `command` is recorded in the plan, by default the one that the options make. Raises
     CaptureError, PlanError or ModelError, each with a cure.
     """
-    cluster = cluster_of(options.devices, options.stages, options.ranks)
+    cluster = cluster_of(
+        options.devices,
+        options.stages,
+        ranks=options.ranks,
+        zero=options.zero,
+        method=options.method,
+    )
     ranks = options.ranks or options.stages or len(cluster.devices if cluster else ())
     if options.stages or cluster:
         make_setting(options.stages or ranks, **options.running)  # reports errors before the work

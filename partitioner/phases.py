@@ -179,7 +179,7 @@ def _phase(elastic: Elastic, plan: Plan, depth: int, name: str) -> Phase:
     stages = len(plan.stages)
     replicas = elastic.replicas(stages)
     step = forecast_step(plan, plan.setting.schedule, elastic.own_micro_batches(stages))
-    summed = max(stage.memory.gradients for stage in plan.stages) * 2 * (replicas - 1) / replicas
+    summed = max(stage.gradient_bytes for stage in plan.stages) * 2 * (replicas - 1) / replicas
     peak = max(stage.peak_bytes for stage in plan.stages)
     step_ms = round(step.step_ms + LOCALHOST.transfer_ms(summed), 4)
     return Phase(depth, name, stages, step_ms, peak)

@@ -274,6 +274,13 @@ class Costs:
         return depth
 
     @cached_property
+    def largest_param_bytes(self) -> Floats:
+        """Bytes of the largest parameter of each group that requires a gradient."""
+        index, largest = self.parameter_index, np.zeros(len(self.groups))
+        np.maximum.at(largest, index.groups, index.num_bytes[index.items])
+        return largest
+
+    @cached_property
     def value_bytes(self) -> Floats:
         """Bytes of each value, which its owner sends and a reader holds once it has arrived."""
         return np.array([value.forward_bytes for value in self.values], dtype=np.float64)
@@ -308,6 +315,7 @@ class StageSums:
     root_bytes: the sent tensors that are not saved
     transient_bytes: largest additional need of one operation
     live_bytes: largest sum of values without gradient that forward holds at once
+    largest_param_bytes: the largest parameter that requires a gradient
     tied_bytes: held while gradients of tied parameters are exchanged
     weight_ms: the part of `backward_ms` that a schedule may postpone
     update_ms: the part of `backward_ms` that is the optimizer's step
@@ -333,6 +341,7 @@ class StageSums:
     frozen_bytes: Floats | float = 0.0
     live_bytes: Floats | float = 0.0
     duplex: float = 1.0
+    largest_param_bytes: Floats | float = 0.0
 
     @property
     def beside_bytes(self) -> Floats:
@@ -403,6 +412,7 @@ def stage_sums(
         frozen_bytes=costs.frozen_index.sums(at, stages),
         live_bytes=_largest(costs.live_bytes, at, stages),
         duplex=costs.duplex,
+        largest_param_bytes=_largest(costs.largest_param_bytes, at, stages),
     )
 
 

@@ -162,6 +162,8 @@ class StageLoad:
     weight_ms: the part of the backward that a schedule may postpone
     update_ms: the part of the optimizer's step that counts in the load
     activation_bytes: activations of one micro-batch; `memory` counts all micro-batches in flight
+    summing_ms: time in which replicas sum their gradients, once per step
+    unshared: its memory if replicas shared nothing out (`zero`); None where they do not
     """
 
     forward_ms: float
@@ -178,6 +180,13 @@ class StageLoad:
     memory: StageMemory
     weight_ms: float = 0.0
     update_ms: float = 0.0
+    summing_ms: float = 0.0
+    unshared: StageMemory | None = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients of the stage."""
+        return (self.unshared or self.memory).gradients
 
     @property
     def peak_bytes(self) -> int:
@@ -305,6 +314,8 @@ def _stage_load(
     own_ms = (1 - 1 / replicas) * float(sums.update_ms)  # replicas do not share an update
     share = setting.shares_at(stage)
     backward_ms = sums.backward_ms - sums.update_ms + (sums.forward_ms if recomputes else 0.0)
+    memory = setting.memory(stage, sums, recompute=recomputes, replicas=replicas)
+    unshared = replace(setting, zero=0).memory(stage, sums, recompute=recomputes)
     return StageLoad(
         forward_ms=float(sums.forward_ms) * share,
         backward_ms=float(backward_ms) * share,
@@ -319,7 +330,10 @@ def _stage_load(
         param_bytes=int(sums.param_bytes + sums.frozen_bytes),
         activation_bytes=int(sums.saved_bytes),
         transient_bytes=int(sums.beside_bytes),
-        memory=setting.memory(stage, sums, recompute=recomputes),
+        memory=memory,
         weight_ms=float(sums.weight_ms) * share,
         update_ms=float(sums.update_ms),
+        summing_ms=setting.micro_batches * exchange_ms
+        + float(setting.sum_gradients_ms(stage, sums.param_bytes)),
+        unshared=None if unshared == memory else unshared,
     )

@@ -7,7 +7,8 @@ Position j of k is the j-th rank of the pipeline. For one micro-batch
                 flushes also update(S) / m: the optimizer's step after m micro-batches
     talk(S)   = max(send(S), receive(S), (send(S) + receive(S)) / duplex), `both_ways_ms`: with a
                 duplex of 1, a rank sends and receives one after the other
-    memory(S) = params x (1 + gradient + optimizer copies + staleness copies) + buffers
+    memory(S) = params x (1 + gradient + optimizer copies + staleness copies) + buffers, with
+                replicas that share out state less of it (`shares.py`)
               + params that need no gradient
               + W_j x saved, or W_j x received + saved with recomputation
               + boundary tensors in transit + the largest additional need of one operation
@@ -42,12 +43,14 @@ import numpy as np
 
 from ...runtime.optimizers.facts import PLANNED
 from ...runtime.plan.plan import StageMemory
+from ...runtime.plan.sharing import OPTIMIZER_STATE, passes_over_gradients
 from ...runtime.schedule.asynchronous import ASYNCHRONOUS, weight_copies
 from ...runtime.schedule.builders import AUTO, computed, make_schedule
 from ...runtime.schedule.schedule import Schedule
 from ...runtime.schedule.simulate import ActionCosts
 from ...runtime.schedule.tasks import Tasks
 from .costs import Bools, Costs, Floats, Link, StageSums, seen_over, times_as_long
+from .shares import gradient_bytes, owned_bytes
 
 
 @lru_cache
@@ -113,6 +116,7 @@ class RankConfig:
     exchange: the link over which the replicas of rank j sum their gradients once per step
     rank_of_stage: the rank of each position, if ranks have several stages
     in_flight_at: micro-batches in flight by position, if they depend on the placement
+    zero: what replicas share out: 1 the optimizer's state, 2 gradients too
     """
 
     devices: tuple[Device, ...]
@@ -128,6 +132,7 @@ class RankConfig:
     exchange: tuple[Link, ...] | None = None
     rank_of_stage: tuple[int, ...] = ()
     in_flight_at: tuple[int, ...] = ()
+    zero: int = 0
 
     @property
     def stages(self) -> int:
@@ -203,23 +208,35 @@ class RankConfig:
 
     def memory_bytes(self, position: int, sums: StageSums, *, recompute: bool) -> Floats:
         """Peak bytes of the rank at `position`: the formula above."""
-        copies = 1 + 1 + PLANNED[self.optimizer].copies
-        copies += self.versions(position, recompute=recompute)
+        copies = 1 + self.versions(position, recompute=recompute)
+        gradients, state = self._gradients_and_state(sums, self.replicas_at(position))
         activations = self._activation_bytes(position, sums, recompute=recompute)
         transport = self._transport_bytes(position, sums, recompute=recompute)
-        fixed = copies * sums.param_bytes + sums.frozen_bytes + sums.buffer_bytes
+        fixed = copies * sums.param_bytes + gradients + state
+        fixed = fixed + sums.frozen_bytes + sums.buffer_bytes
         beside = self._transient_bytes(position, sums, activations + transport)
         return fixed + activations + transport + beside
 
-    def memory(self, position: int, sums: StageSums, *, recompute: bool) -> StageMemory:
-        """`memory_bytes` of one stage by purpose."""
+    def _gradients_and_state(self, sums: StageSums, replicas: int) -> tuple[Floats, Floats]:
+        """Bytes of gradients and of the optimizer's state on the fullest of the replicas."""
+        owners = replicas if self.zero >= OPTIMIZER_STATE else 1
+        state = PLANNED[self.optimizer].copies * owned_bytes(sums, owners)
+        return gradient_bytes(sums, replicas, self.zero), state
+
+    def memory(
+        self, position: int, sums: StageSums, *, recompute: bool, replicas: int = 1
+    ) -> StageMemory:
+        """`memory_bytes` of one stage by purpose, on one of so many replicas."""
         param_bytes = int(sums.param_bytes)
+        gradients, state = self._gradients_and_state(
+            sums, max(replicas, self.replicas_at(position))
+        )
         activations = self._activation_bytes(position, sums, recompute=recompute)
         transport = self._transport_bytes(position, sums, recompute=recompute)
         return StageMemory(
             parameters=param_bytes + int(sums.frozen_bytes),
-            gradients=param_bytes,
-            optimizer=PLANNED[self.optimizer].copies * param_bytes,
+            gradients=int(gradients),
+            optimizer=int(state),
             versions=self.versions(position, recompute=recompute) * param_bytes,
             buffers=int(sums.buffer_bytes),
             activations=int(activations),
@@ -373,8 +390,9 @@ class RankConfig:
 
     def exchange_ms(self, link: Link, param_bytes: Floats, replicas: int) -> Floats:
         """Milliseconds per micro-batch in which the replicas of a stage sum their gradients, once a
-        step."""
-        return link.all_reduce_ms(param_bytes, replicas) / self.micro_batches
+        step, or as often as `zero` says."""
+        passes = passes_over_gradients(self.zero, -(-self.micro_batches // replicas))
+        return passes * link.all_reduce_ms(param_bytes, replicas) / self.micro_batches
 
     def links_at(self, position: int, default: Link) -> tuple[Link, Link]:
         """The links to the ranks before and after `position`; a rank at an end has one link."""

@@ -31,8 +31,9 @@ from ...runtime.errors import PlanError
 from ...runtime.formatting import write_ms, write_share
 from ...runtime.plan.findings import Candidate
 from ...runtime.plan.setting import RankSpec
+from ...runtime.plan.sharing import GRADIENTS
 from ..graph.rank_model import RankConfig
-from .cluster import Cluster, make_setting
+from .cluster import Cluster, check_number, make_setting
 from .device_layouts import (
     Layout,
     LayoutResult,
@@ -119,8 +120,9 @@ def choose(
     search = _search(graph, cluster, stages, method, options)
     tried: dict[Shape, TriedLayout] = {}
     refused: PlanError | None = None
-    is_asynchronous = search.setting(Layout(((0,),))).is_asynchronous
-    for shape in shapes(len(cluster.devices), stages, unequal=is_asynchronous):
+    setting = search.setting(Layout(((0,),)))
+    unequal = setting.is_asynchronous and setting.zero < GRADIENTS
+    for shape in shapes(len(cluster.devices), stages, unequal=unequal):
         is_asked = stages in (None, len(shape))
         if not is_asked and len(graph) > _MOST_GROUPS_COMPARED:
             continue
@@ -139,16 +141,6 @@ def choose(
     as_listed = (result for result in tried[shape].results if result.layout.devices == listed)
     as_listed_ms = next((result.objective_ms for result in as_listed), None)
     return DeviceChoice(search, best, {**least, shape: best}, as_listed_ms)
-
-
-def check_number(cluster: Cluster, stages: int | None) -> None:
-    """Raises PlanError if there are fewer devices than requested stages."""
-    number = len(cluster.devices)
-    if stages is not None and stages > number:
-        available = f"there {'is' if number == 1 else 'are'} {number} device{'s' * (number > 1)}"
-        raise PlanError(
-            f"{stages} stages asked, but {available}.", f"--stages {number}, or leave --stages out."
-        )
 
 
 def _search(
@@ -175,7 +167,7 @@ def shapes(devices: int, stages: int | None = None, *, unequal: bool = True) -> 
     ones.
 
     With `stages`, other numbers of stages appear only with equal replicas. `unequal`: single stages
-    may be replicated, which only asynchronous schedules support.
+    may be replicated, which only asynchronous schedules support, without shared gradients.
     """
     distinct: dict[Shape, None] = {}
     for depth in range(1, devices + 1):

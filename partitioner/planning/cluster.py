@@ -19,7 +19,7 @@ from typing import Any, Unpack, cast
 
 from ...runtime.errors import PlanError
 from ...runtime.limits import bytes_of
-from ...runtime.schedule.asynchronous import ASYNCHRONOUS
+from ...runtime.schedule.asynchronous import ASYNCHRONOUS, KEEPS
 from ...runtime.schedule.builders import AUTO, make_schedule, natural_ranks
 from ..graph.costs import LOCALHOST, Link
 from ..graph.rank_model import Device, RankConfig, Recompute
@@ -215,6 +215,16 @@ def _slowest(links: Sequence[Link]) -> Link:
     )
 
 
+def check_number(cluster: Cluster, stages: int | None) -> None:
+    """Raises PlanError if there are fewer devices than requested stages."""
+    number = len(cluster.devices)
+    if stages is not None and stages > number:
+        available = f"there {'is' if number == 1 else 'are'} {number} device{'s' * (number > 1)}"
+        raise PlanError(
+            f"{stages} stages asked, but {available}.", f"--stages {number}, or leave --stages out."
+        )
+
+
 def rising(first: str, second: str) -> Pair:
     """Two hosts as `Cluster.between` names them."""
     return (first, second) if first <= second else (second, first)
@@ -239,6 +249,7 @@ def make_setting(
     if schedule == "2bw" and staleness == "none":
         staleness = "2bw"
     _check_schedule(schedule, stages, run.micro_batches, staleness)
+    _check_zero(run)
     if ranks is not None and devices:
         raise PlanError(
             "ranks are given twice: by number, and as devices.",
@@ -260,7 +271,21 @@ def make_setting(
         optimizer=run.optimizer,
         staleness=staleness,
         overlap=overlap,
+        zero=run.zero,
     )
+
+
+def _check_zero(run: PartitionOptions) -> None:
+    """Raises PlanError where replicas cannot share out what `zero` says."""
+    names = run.staleness.split("+")
+    reading = [name for name in names if KEEPS[name].of_state]
+    if run.zero and reading:
+        others = "+".join(name for name in names if name not in reading) or "stash"
+        raise PlanError(
+            f"--staleness {run.staleness}: {reading[0]} reads the optimizer's state of every "
+            f"weight of its stage, and under --zero {run.zero} each replica has a part of it.",
+            f"--staleness {others}, or --zero 0",
+        )
 
 
 def _check_schedule(schedule: str, stages: int, micro_batches: int, staleness: str) -> None:

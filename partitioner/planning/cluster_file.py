@@ -36,7 +36,8 @@ from ...runtime.serialization import Origin, parse_toml, read_text
 from ..graph.costs import Link
 from ..graph.rank_model import Device
 from ..profile.roofline import device_spec
-from .cluster import ANY_HOST, HOSTS_CURE, MOST_DEVICES, Cluster, rising
+from .cluster import ANY_HOST, HOSTS_CURE, MOST_DEVICES, Cluster, check_number, rising
+from .options import REPLICATING, check_options
 
 _TABLES = ("devices", "links", "overlap")
 _DEVICE_KEYS = ("name", "host", "count", "speed", "memory_gib", "spec", "kind")
@@ -211,3 +212,32 @@ def _meant(word: str, known: Iterable[str], label: str) -> str:
     names = list(known)
     near = difflib.get_close_matches(word, names, n=1)
     return f"Did you mean {near[0]}?" if near else f"{label}: {', '.join(names) or 'none named'}."
+
+
+def cluster_of(
+    devices: Cluster | str | Path | None,
+    stages: int | None,
+    *,
+    ranks: int | None = None,
+    zero: int = 0,
+    method: str = "auto",
+) -> Cluster | None:
+    """The devices that may be used; None for equal ranks.
+
+    Raises PlanError when neither devices nor a number of stages or ranks are given, and for a
+    `zero` that has no replicas.
+    """
+    if devices is None and stages is None and ranks is None:
+        raise PlanError("neither stages nor devices are given.", "stages=4")
+    check_options({"stages": stages, "ranks": ranks, "zero": zero})
+    if devices is None and zero and method not in REPLICATING:
+        raise PlanError(
+            f"--zero {zero} shares optimizer state out over replicas, but each stage of the plan "
+            "has 1 replica.",
+            "Give --devices or --hosts for a plan with replicas, or --zero to asyncpipe-train.",
+        )
+    if devices is None:
+        return None
+    cluster = devices if isinstance(devices, Cluster) else read_cluster(devices)
+    check_number(cluster, stages)
+    return cluster

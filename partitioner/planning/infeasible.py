@@ -20,6 +20,8 @@ import numpy as np
 from ...runtime.errors import PlanError
 from ...runtime.formatting import counted
 from ...runtime.optimizers.facts import PLANNED
+from ...runtime.plan.sharing import GRADIENTS, OPTIMIZER_STATE
+from ...runtime.schedule.asynchronous import KEEPS
 from ..graph.costs import Costs, Floats, StageSums
 from ..graph.problem import DoesNotFit, Evaluation, Placement, Problem, evaluate
 from ..graph.rank_model import Device, RankConfig
@@ -144,6 +146,7 @@ def _changes(problem: Problem) -> _Change:
         _smaller,
         _scheduled,
         _fewer,
+        _shared,
         _optimized,
         _unstashed,
     )
@@ -189,6 +192,15 @@ def _fewer(problem: Problem) -> _Change:
         number //= 2
         setting = replace(problem.setting, micro_batches=number)
         yield f"--micro-batches {number}", _with(problem, setting)
+
+
+def _shared(problem: Problem) -> _Change:
+    setting = problem.setting
+    most = OPTIMIZER_STATE if len(set(setting.replicas)) > 1 else GRADIENTS
+    reads_state = any(KEEPS[name].of_state for name in setting.staleness.split("+"))
+    if max(setting.replicas, default=1) > 1 and not reads_state:
+        for zero in range(setting.zero + 1, most + 1):
+            yield f"--zero {zero}", _with(problem, replace(setting, zero=zero))
 
 
 def _optimized(problem: Problem) -> _Change:

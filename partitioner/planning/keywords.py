@@ -25,6 +25,7 @@ class PlanConfig(TypedDict, total=False):
     memory_limit: int | str | None
     optimizer: str
     staleness: str
+    zero: int
 
 
 class OutlineKeywords(TypedDict, total=False):

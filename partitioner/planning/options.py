@@ -49,6 +49,8 @@ METHODS = (
     *("auto", "exact", "chain", "uniform", "metis", "acyclic", "mpipe", "2dbin", "pipedream"),
     "all",
 )
+REPLICATING = ("pipedream", "all")
+"""The methods that may place a stage on several of equal ranks."""
 PREFER_MODULES = 0.02
 
 # --- where options apply --------------------------------------------------------------
@@ -230,6 +232,12 @@ class PartitionOptions:
         "Optimizer whose state and step time are included in the plan (momentum: sgd with "
         "momentum).",
     )
+    zero: int = _plans(
+        0,
+        Whole(0, 2, 1),
+        "What replicas of a stage share out in the memory and the time of the plan, as --zero of "
+        "asyncpipe-train: 0 nothing, 1 the optimizer's state, 2 gradients too.",
+    )
     recompute: str = _plans(
         "auto",
         Choice(("auto", "all", "none")),
@@ -335,8 +343,8 @@ class PartitionOptions:
         check_options({entry.name: getattr(self, entry.name) for entry in fields(self)})
         if self.lengths:
             check_lengths(self.lengths, self.stages, self.schedule)
-            for name in ("devices", "ranks", "stop_after", "tensor_parallel"):
-                if getattr(self, name) not in (None, 1):
+            for name in ("devices", "ranks", "stop_after", "tensor_parallel", "zero"):
+                if getattr(self, name) != DEFAULTS[name]:
                     raise PlanError(
                         f"--elastic writes the plans of equal ranks, but {flag_of(name)} is given.",
                         "Leave one of them out.",
@@ -362,6 +370,7 @@ class PartitionOptions:
             memory_limit=self.memory_limit,
             optimizer=self.optimizer,
             staleness=self.staleness,
+            zero=self.zero,
         )
 
 

@@ -30,17 +30,15 @@ from ..graph.rank_model import Device, RankConfig, scheduled
 from .choose_devices import (
     DeviceChoice,
     advised,
-    check_number,
     choose,
     shape_candidates,
     shape_sentence,
 )
 from .cluster import ANY_HOST, Cluster
-from .cluster_file import read_cluster
+from .cluster_file import cluster_of
 from .explain import explain as explain_plan
 from .infeasible import explained
 from .keywords import PlanConfig
-from .options import check_options
 from .signatures import checked
 from .solve import Solution, solve
 
@@ -214,23 +212,6 @@ def planner_for(
     return Planner(stages, options, choose(graph, cluster, stages=stages, **options))
 
 
-def cluster_of(
-    devices: Cluster | str | Path | None, stages: int | None, ranks: int | None = None
-) -> Cluster | None:
-    """The devices that may be used; None for equal ranks.
-
-    Raises PlanError when neither devices nor a number of stages or ranks are given.
-    """
-    if devices is None and stages is None and ranks is None:
-        raise PlanError("neither stages nor devices are given.", "stages=4")
-    check_options({"stages": stages, "ranks": ranks})
-    if devices is None:
-        return None
-    cluster = devices if isinstance(devices, Cluster) else read_cluster(devices)
-    check_number(cluster, stages)
-    return cluster
-
-
 def with_times_on(graph: nx.DiGraph, others: Mapping[str, nx.DiGraph]) -> nx.DiGraph:
     """The graph with the times that the same groups take on other kinds of devices."""
     for group, node in graph.nodes(data=True):
@@ -374,7 +355,13 @@ def plan_graph(
         "cut_before": cut_before,
         **running,
     }
-    cluster = cluster_of(devices, stages, running.get("ranks"))
+    cluster = cluster_of(
+        devices,
+        stages,
+        ranks=running.get("ranks"),
+        zero=running.get("zero", 0) if setting is None else 0,
+        method=method,
+    )
     with explained():
         if cluster is not None:
             planner = planner_for(graph, cluster, stages, options)

@@ -14,6 +14,7 @@ from ...runtime.errors import PlanError
 from ...runtime.formatting import write_gap, write_ms, write_share
 from ...runtime.plan.findings import Candidate
 from ...runtime.plan.setting import RankSpec
+from ...runtime.plan.sharing import GRADIENTS
 from ..graph.cost_graph import costs_of, with_exchanges, with_rotations, with_updates
 from ..graph.costs import Bools, Costs, Link, slowest_link
 from ..graph.problem import (
@@ -157,6 +158,7 @@ def solve(
     link = link or Link()
     setting = setting or make_setting(stages, overlap=link.overlap, **running)
     _check_ranks(stages, setting)
+    _check_zero(setting, method)
     costs = _costs_of_run(graph, link, setting)
     may_cut = _allowed_cuts(costs, granularity)
     must_cut = _demanded_cuts(costs, cut_before)
@@ -311,6 +313,16 @@ def _check_demands(stages: int, must_cut: tuple[int, ...], method: str) -> None:
         raise PlanError(
             f"{len(must_cut)} cuts demanded, but with {stages} stages there are {stages - 1}.",
             f"--stages {len(must_cut) + 1}",
+        )
+
+
+def _check_zero(setting: RankConfig, method: str) -> None:
+    """Raises PlanError where replicas of single stages would share out gradients."""
+    if setting.zero >= GRADIENTS and METHODS[method] is METHODS["pipedream"]:
+        raise PlanError(
+            f"--zero {setting.zero} sums the gradients of every micro-batch over all replicas, but "
+            "with --method pipedream single stages have replicas with micro-batches of their own.",
+            "--zero 1, or another --method",
         )
 
 

@@ -280,10 +280,8 @@ def action_costs(
     problem: Problem, placement: Placement, evaluation: Evaluation, talk: Communication
 ) -> ActionCosts:
     """The costs of every stage's actions, transfers that ranks wait for included."""
-    setting = problem.setting
     on = placement.ranks_of_stage
     replicas = [1 if has_replicas(problem, placement) else len(ranks) for ranks in on]
-    positions = [ranks[0] for ranks in on]
 
     def shared(times_ms: Sequence[float], beside_ms: Sequence[float]) -> tuple[float, ...]:
         return tuple(
@@ -296,32 +294,12 @@ def action_costs(
         forward_ms=shared([load.forward_ms for load in loads], talk.forward_ms),
         backward_ms=shared([load.backward_ms for load in loads], talk.backward_ms),
         step_ms=tuple(
-            tied_ms + float(setting.sum_gradients_ms(position, load.memory.gradients)) + summing_ms
-            for position, tied_ms, summing_ms, load in zip(
-                positions,
-                exchanges_ms(problem, placement),
-                _summing_ms(problem, placement, evaluation),
-                loads,
-                strict=True,
-            )
+            tied_ms + load.summing_ms
+            for tied_ms, load in zip(exchanges_ms(problem, placement), loads, strict=True)
         ),
         transfer_ms=talk.overlapped_ms,
         weight_ms=shared([load.weight_ms for load in loads], nothing),
     )
-
-
-def _summing_ms(problem: Problem, placement: Placement, evaluation: Evaluation) -> list[float]:
-    """Milliseconds per step in which the ranks that share a stage sum their gradients."""
-    setting = problem.setting
-    each_ms = [
-        float(
-            setting.exchange_ms(
-                problem.link_among(ranks), np.asarray(load.memory.gradients), len(ranks)
-            )
-        )
-        for ranks, load in zip(placement.ranks_of_stage, evaluation.stages, strict=True)
-    ]
-    return [setting.micro_batches * ms for ms in each_ms]
 
 
 def _holders(problem: Problem, placement: Placement) -> tuple[tuple[int, ...], ...]:

@@ -95,7 +95,8 @@ def interval_sums(costs: Costs, first: Ints | None = None) -> Iterator[tuple[int
         ),
     }
     now = {name: np.zeros(num_groups) for name in changing}
-    largest = {name: np.zeros(num_groups) for name in ("transient_bytes", "live_bytes")}
+    of_largest = ("transient_bytes", "live_bytes", "largest_param_bytes")
+    largest = {name: np.zeros(num_groups) for name in of_largest}
     for end, start in enumerate(starts[1:].tolist(), start=1):
         for name, changes in changing.items():
             for earliest, last, amount in changes[end - 1]:

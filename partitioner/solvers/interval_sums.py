@@ -238,6 +238,7 @@ class PairSums:
             self._buffers = downsets.sums(kinds[0].buffer_bytes)
             self._transient = _Largest(kinds[0].transient_bytes, downsets)
             self._live = _Largest(kinds[0].live_bytes, downsets)
+            self._largest_params = _Largest(kinds[0].largest_param_bytes, downsets)
         self._items = list(_items(kinds, fields, self._sending, memory=memory))
         spans = [self._span(item) for item in self._items]
         self._first, self._end = np.array(spans, dtype=np.int64).reshape(-1, 2).T
@@ -261,10 +262,11 @@ class PairSums:
         crossing = self._crossing(rows, columns)
         fields = self._of_rows[:, :, rows, None] + self._of_columns[:, :, None, columns] - crossing
         none = np.zeros((1, 1))
-        transient = live = buffers = none
+        transient = live = largest_params = buffers = none
         if self.memory:
             transient = self._transient.between(rows, columns)
             live = self._live.between(rows, columns)
+            largest_params = self._largest_params.between(rows, columns)
             buffers = self._buffers[rows, None] - self._buffers[None, columns]
         return [
             StageSums(
@@ -283,6 +285,7 @@ class PairSums:
                 frozen_bytes=amounts[_FROZEN] if self.memory else none,
                 live_bytes=live,
                 duplex=duplex,
+                largest_param_bytes=largest_params,
             )
             for (forward, backward), amounts, duplex in zip(
                 self._additive, fields, self._duplex, strict=True

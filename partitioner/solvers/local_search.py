@@ -133,6 +133,7 @@ class GroupDivision:
             forward, backward, send, receive, parameters, buffers, saved, received,
             self._largest(costs.transient_bytes, part), sent, roots, tied, 0.0, 0.0, frozen,
             self._largest(costs.live_bytes, part), self.problem.seen[part].duplex,
+            self._largest(costs.largest_param_bytes, part),
         )  # fmt: skip
         return StageSums(*map(np.float64, as_floats))  # type: ignore[arg-type]
 

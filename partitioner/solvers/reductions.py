@@ -164,6 +164,7 @@ def without_memory(problem: Problem) -> Problem:
         tied_bytes=np.array([cautious(problem).costs.tied_bytes.sum()]),
         frozen_bytes=np.array([sum(shared.num_bytes for shared in costs.frozen)]),
         live_bytes=np.array([costs.live_bytes.max()]),
+        largest_param_bytes=np.array([costs.largest_param_bytes.max()]),
     )
     for position, device in enumerate(setting.devices):
         for recompute in {False, setting.recompute == "all"}:

@@ -247,7 +247,7 @@ def describe_copies(plan: Plan, schedule: Schedule, config: RunConfig) -> str:
             recomputes=stage.recompute,
         )
         copies[rank] += count
-        kept_bytes[rank] += count * stage.memory.gradients
+        kept_bytes[rank] += count * stage.gradient_bytes
     return ", ".join(
         f"rank {rank}: {counted(count, 'copy', 'copies')}, {write_bytes(kept_bytes[rank])}"
         for rank, count in sorted(copies.items())

@@ -18,6 +18,7 @@ from itertools import accumulate
 
 from ..errors import PlanError
 from ..plan.plan import Plan
+from ..plan.sharing import GRADIENTS
 from ..schedule.interleaved import REPLICATED
 from ..schedule.schedule import Numbering, Schedule
 from .learning_options import DDP
@@ -259,23 +260,27 @@ def with_replicas(settings: Settings, plan: Plan) -> Settings:
     )
 
 
-def check_zero(settings: Settings, plan: Plan) -> None:
-    """Raises SettingsError where replicas have nothing to share out, or no way to."""
+def with_zero(settings: Settings, plan: Plan) -> Settings:
+    """The settings with what replicas share out: by default what the plan says, nothing where there
+    is one. Raises SettingsError where replicas have nothing to share out, or no way to."""
     of_stages = stage_replicas(plan, settings)
     has_one = not of_stages and (settings.replicas or 1) == 1
+    if settings.zero is None:
+        settings = replace(settings, zero=0 if has_one else plan.setting.zero)
     if settings.zero and has_one and not settings.elastic:
         raise SettingsError(
             f"--zero {settings.zero} shares optimizer state out over replicas, but there is 1 "
             "replica.",
             "--replicas 2, or leave it out.",
         )
-    if settings.zero > 1 and of_stages:
+    if settings.zero == GRADIENTS and of_stages:
         raise SettingsError(
             f"--zero {settings.zero} sums the gradients of every micro-batch over all replicas, "
             f"but the plan has {describe_stages(of_stages)}, which have micro-batches of their "
             "own.",
             "--zero 1",
         )
+    return settings
 
 
 def _check_stage_replicas(settings: Settings, ranks_of_stage: Sequence[Sequence[int]]) -> None:

@@ -85,11 +85,12 @@ class LearningOptions:
         "that each of them has whole; 0 checks only at the start.",
         on_resume="ignored",
     )
-    zero: int = _schedules(
-        0,
+    zero: int | None = _schedules(
+        None,
         Whole(0, 2, 1),
         "What the replicas of a stage share out instead of each having all of it: 0 nothing, 1 "
-        "the optimizer's state, 2 gradients too, which are then summed after every micro-batch.",
+        "the optimizer's state, 2 gradients too, which are then summed after every micro-batch. "
+        "[default: that of the plan where there are replicas]",
         on_resume="ignored",
     )
     staleness: str | None = _asynchronous(

@@ -110,7 +110,7 @@ def describe_memory(options: Settings, plan: Plan) -> str:
 
 def describe_average(config: RunConfig, plan: Plan) -> str:
     """The average of the weights and its memory, as a phrase."""
-    size = sum(stage.memory.gradients for stage in plan.stages)
+    size = sum(stage.gradient_bytes for stage in plan.stages)
     copy = f" ({write_bytes(size)} over all stages)" if size else ""
     return f"EMA of the weights (--ema {config.ema:g}) is evaluated and saved; one more copy{copy}"
 

@@ -25,7 +25,7 @@ from .asynchronous_options import (
     resolve_steps,
     with_methods,
 )
-from .batch_layout import StepBatch, check_zero, in_words, uses_symbol, with_replicas
+from .batch_layout import StepBatch, in_words, uses_symbol, with_replicas, with_zero
 from .freezing_options import resolve_freezing
 from .mixed_precision import check_precision, with_recompute
 from .settings import RunConfig, Settings, SettingsError, left_over
@@ -81,7 +81,7 @@ def resolve(
     _check_batch_norm(settings, plan)
     task = find_task(plan, criterion=criterion, architecture=architecture)
     settings = with_replicas(with_tensor_ranks(settings, plan), plan)
-    check_zero(settings, plan)
+    settings = with_zero(settings, plan)
     sizes = _batch(settings, plan)
     batch = StepBatch.divided(**sizes, replicas=settings.replicas or 1)
     settings = replace(settings, **sizes)

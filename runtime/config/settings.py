@@ -155,6 +155,7 @@ class RunConfig(Settings):
     decay: str = field()
     final_lr_ratio: float = field()
     clip: float = field()
+    zero: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,6 +13,7 @@ from ..schedule.interleaved import REPLICATED, replicated
 from ..schedule.schedule import Action, Schedule, count_versions
 from ..schedule.simulate import ActionCosts, Timeline, simulate
 from .plan import Boundary, Plan, StageSpec, TensorSpec
+from .sharing import passes_over_gradients
 
 _MUCH_IDLE = 1 / 3
 _LAPS = 2
@@ -121,25 +122,22 @@ def has_stage_replicas(plan: Plan, name: str, micro_batches: int) -> bool:
 
 
 def summing_ms(plan: Plan, replicas: int) -> list[float]:
-    """The time in which the ranks of each stage sum their gradients, once a step.
+    """The time in which the ranks of each stage sum their gradients once.
 
-    Where the plan has these ranks it is the part of a stage's load that exceeds its times.
-    Otherwise it is that of a ring over so many whole pipelines, at the speed of the plan's slowest
-    transfers.
+    Where the plan has these ranks it has that time. Otherwise it is that of a ring over so many
+    whole pipelines, at the speed of the plan's slowest transfers.
     """
-    ring = 2 * (replicas - 1)
+    ring, setting = 2 * (replicas - 1), plan.setting
     slowest_ms = max((_byte_ms(stage, plan) for stage in plan.stages), default=0.0)
     summing_ms = []
     for stage in plan.stages:
-        own_ms = (
-            stage.forward_ms + stage.backward_ms + stage.forward_talk_ms + stage.backward_talk_ms
-        )
-        beside_ms = max(0.0, stage.load_ms - own_ms / max(1, len(stage.ranks)))
-        if len(stage.ranks) > 1 and replicas in (1, len(stage.ranks)):
-            summing_ms.append(beside_ms * plan.setting.micro_batches)
-        elif replicas > 1 and stage.memory.gradients:
-            part_ms = slowest_ms * stage.memory.gradients / replicas
-            summing_ms.append(ring * (plan.setting.latency_ms + part_ms))
+        count = len(stage.ranks)
+        if count > 1 and replicas in (1, count):
+            passes = passes_over_gradients(setting.zero, -(-setting.micro_batches // count))
+            summing_ms.append(stage.summing_ms / passes)
+        elif replicas > 1 and stage.gradient_bytes:
+            part_ms = slowest_ms * stage.gradient_bytes / replicas
+            summing_ms.append(ring * (setting.latency_ms + part_ms))
         else:
             summing_ms.append(0.0)
     return summing_ms

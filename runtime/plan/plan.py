@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -165,6 +165,8 @@ class StageSpec:
     sha256: the hash of the generated file
     draws_numbers: it draws from Python's or NumPy's generator; `draws_random` is true as well
     changes, changes_trained: the parameters that forward writes to, and those with a gradient
+    summing_ms: the time in which its replicas sum their gradients, once per step
+    unshared: its memory if its replicas shared out nothing; None where they do not (`zero`)
     """
 
     index: int
@@ -198,6 +200,21 @@ class StageSpec:
     draws_numbers: bool = False
     changes: tuple[str, ...] = ()
     changes_trained: tuple[str, ...] = ()
+    summing_ms: float = 0.0
+    unshared: StageMemory | None = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients, also where a replica keeps a part of them."""
+        return (self.unshared or self.memory).gradients
+
+    def without_sharing(self) -> StageSpec:
+        """The stage with the memory of a replica that shares out nothing."""
+        if self.unshared is None:
+            return self
+        gradients, optimizer = self.unshared.gradients, self.unshared.optimizer
+        memory = replace(self.memory, gradients=gradients, optimizer=optimizer)
+        return replace(self, memory=memory, peak_bytes=memory.total, unshared=None)
 
     def named_outputs(self, result: Any) -> dict[str, Any]:
         """The result of forward, by name."""
@@ -233,6 +250,9 @@ _USUAL: Mapping[str, Any] = MappingProxyType(
         "changes_trained": (),
         "number": None,
         "trains": True,
+        "summing_ms": 0.0,
+        "unshared": None,
+        "zero": 0,
     }
 )
 """Values that plan.json leaves out, because few plans have others."""
@@ -376,7 +396,8 @@ class Plan:
         document = asdict(self)
         for candidate in document["candidates"]:
             del candidate["seconds"]
-        parts = (*document["stages"], *document["setting"]["ranks"], *document["shared"])
+        setting = document["setting"]
+        parts = (*document["stages"], setting, *setting["ranks"], *document["shared"])
         for part in (document, *parts):
             for name, value in _USUAL.items():
                 if part.get(name, ...) == value:

@@ -25,7 +25,7 @@ class RankSpec:
 class PlanSetting:
     """The configuration of the run that the plan's costs and cuts were computed for.
 
-    schedule, micro_batches, recompute, staleness, optimizer: the options of those names
+    schedule, micro_batches, recompute, staleness, optimizer, zero: the options of those names
     memory_limit: bytes of each rank; None for no limit
     ranks: the ranks in order; empty for equal ranks on this host
     transfer_ms: (source, target, milliseconds) of transfers that overlap with computation
@@ -45,3 +45,4 @@ class PlanSetting:
     latency_ms: float = 0.0
     step_ms: float = 0.0
     step_bound_ms: float = 0.0
+    zero: int = 0

@@ -298,6 +298,8 @@ class Keeps:
     """Passes read a prediction even if no step lies between forward and backward."""
     twice: bool = False
     """A backward reads another prediction than its forward."""
+    of_state: bool = False
+    """The optimizer's state of all weights of a stage is read within a step."""
 
 
 KEEPS: Mapping[str, Keeps] = {
@@ -310,13 +312,13 @@ KEEPS: Mapping[str, Keeps] = {
     "pipemare-rate": Keeps(),
     "delay-rate": Keeps(),
     # Squares of steps, and what the decay of the window loses.
-    "gap-aware": Keeps(beside=2),
-    "gap-aware-loss": Keeps(kept=True, refilled=True, beside=2),
+    "gap-aware": Keeps(beside=2, of_state=True),
+    "gap-aware-loss": Keeps(kept=True, refilled=True, beside=2, of_state=True),
     "dc-asgd": Keeps(),
     "dc-asgd-adaptive": Keeps(beside=1),
     # The last step, and the weights before one while it is made.
-    "error-feedback": Keeps(beside=2),
-    "spike-compensation": Keeps(beside=2),
+    "error-feedback": Keeps(beside=2, of_state=True),
+    "spike-compensation": Keeps(beside=2, of_state=True),
     "msnag": Keeps(predicted=True),
     "aggmsnag": Keeps(predicted=True, gathered=True),
     "partial-gradient": Keeps(predicted=True, gathered=True),

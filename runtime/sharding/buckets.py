@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .shards import MESSAGE_BYTES, UNDER_WAY, WHOLE, Shards, bucketed
+from ..plan.sharing import MESSAGE_BYTES, UNDER_WAY
+from .shards import WHOLE, Shards, bucketed
 
 
 @dataclass(eq=False)

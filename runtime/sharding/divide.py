@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from ..config.settings import RunConfig
 from ..optimizers.param_groups import hidden_matrices
 from ..plan.plan import Plan
+from ..plan.sharing import GRADIENTS
 from ..tensor_parallel.ranks import largest_part
 from .owners import owners_of, state_numbers
 from .shards import WHOLE, Shards
-
-GRADIENTS = 2
-"""The level of `--zero` that shares out gradients too."""
 
 
 def divide(

@@ -15,9 +15,9 @@ from ..executor.tied_parameters import shared_weights
 from ..formatting import counted, write_share
 from ..plan.forecast import summing_ms
 from ..plan.plan import Plan, StageMemory
-from .divide import GRADIENTS, sizes_of
+from ..plan.sharing import GRADIENTS, MESSAGE_BYTES, UNDER_WAY, passes_over_gradients
+from .divide import sizes_of
 from .owners import owners_of
-from .shards import MESSAGE_BYTES, UNDER_WAY
 
 
 def with_shares(
@@ -26,6 +26,7 @@ def with_shares(
     """The plan with the memory of stages whose replicas share out what `--zero` says, and a phrase
     about it, "" for none. `ranks` are the stages of each rank of a pipeline, `code` has the SHA-256
     of each file of the stages."""
+    plan = replace(plan, stages=tuple(stage.without_sharing() for stage in plan.stages))
     of_stage = stage_replicas(plan, config)
     memories: dict[int, StageMemory] = {}
     shares: list[tuple[float, str]] = []
@@ -59,9 +60,9 @@ def with_sums(
     """The milliseconds of each stage's step, if known, with those of the sums of gradients that
     `--zero 2` makes after every micro-batch, where a step has one: as many passes over the
     gradients as micro-batches and one over the weights, in place of two."""
-    if config.zero < GRADIENTS:
+    more = passes_over_gradients(config.zero, config.micro_batches) - 1
+    if not more:
         return step_ms
-    more = (config.micro_batches - 1) / 2
     sums_ms = summing_ms(plan, config.pipelines)
     return [
         own + more * ms for own, ms in zip(step_ms or [0.0] * len(sums_ms), sums_ms, strict=True)

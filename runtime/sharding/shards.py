@@ -14,15 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransportError
+from ..plan.sharing import MESSAGE_BYTES, UNDER_WAY
 
 BUCKET_BYTES = 25 << 20
 """The most bytes of a message that has the gradients of a step of several parameters (PyTorch's
 DDP)."""
-MESSAGE_BYTES = 4 << 20
-"""The same for weights, and for the gradients of each micro-batch: small, because messages are
-memory that owners are to save."""
-UNDER_WAY = 2
-"""The messages of gradients, or of weights, that are under way at once."""
 _NO_GRADIENT = -1.0
 
 Parameter = TypeVar("Parameter", bound=Tensor)

@@ -42,10 +42,10 @@ from ..monitoring.diagnostics import wait_for_debugger
 from ..monitoring.records import Reporter
 from ..monitoring.run_files import METRICS
 from ..plan.plan import Plan
+from ..plan.sharing import GRADIENTS
 from ..process import keep_freed_memory
 from ..schedule.schedule import Schedule
 from ..schedule.text import to_text
-from ..sharding.divide import GRADIENTS
 from ..tensor_parallel.ranks import ONE_RANK, TensorRanks
 from ..transports.choose import (
     TransportChoice,
