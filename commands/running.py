@@ -100,7 +100,8 @@ def _in_ours(app: App, words: list[str]) -> list[str]:
 
 def _subcommand(app: App, words: list[str]) -> str:
     """The subcommand that a command line names, or nothing."""
-    return " ".join(app.parse_commands(words)[0])
+    # cyclopts counts --help and --version as commands.
+    return " ".join(word for word in app.parse_commands(words)[0] if not word.startswith("-"))
 
 
 def _options(app: App, subcommand: str) -> set[str]:

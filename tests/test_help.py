@@ -10,6 +10,7 @@ from cyclopts import App
 from rich.console import Console
 
 from asyncpipe.commands.options import CommandOptions, make_app, unwrapped
+from asyncpipe.commands.running import run
 from asyncpipe.partitioner.planning.options import PartitionOptions
 from asyncpipe.runtime.config.learning_options import PANELS
 from asyncpipe.runtime.config.settings import Settings
@@ -77,6 +78,20 @@ def test_angle_brackets_and_stars_are_shown_as_they_are() -> None:
     assert "Writes runs/<name>/comparison.html and *.svg, see [docs]." in text
     assert "Writes to runs/<name> by `default`, and to _all_ others **twice**." in text
     assert "Says nothing." in text
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_command_answers_help_and_version(
+    words: tuple[str, ...],
+    flag: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", [f"asyncpipe-{words[0]}", *words[1:], flag])
+    app: App = importlib.import_module(f"asyncpipe.commands.{words[0]}").app
+    assert run(app) == 0
+    assert re.match(r"Usage: asyncpipe-|\d+\.\d+", capsys.readouterr().out.strip())
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
