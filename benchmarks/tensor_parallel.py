@@ -1,10 +1,17 @@
 """Training on tensor ranks beside the plain training of the same folders, with real processes.
 
-Partitions each model of `split_models.py` for two tensor ranks, trains 20 steps on its processes
-(2 stages x 2 tensor ranks; some also 1 stage x 2 tensor ranks x 2 replicas with --zero 1 and 2),
-and compares with the same folder on one process and one tensor rank. A row has
+Partitions each model of `split_models.py` for two tensor ranks, trains 20 steps with AdamW on its
+processes (2 stages x 2 tensor ranks; some also 1 stage x 2 tensor ranks x 2 replicas with --zero 1
+and 2), and compares with the same folder on one process and one tensor rank. All differences are
+relative to the largest value of their kind, gradients to the largest of all parameters in their
+step, merged over micro-batches, tensor ranks and replicas. A row has
 
-    loss, weights  the largest differences over 20 steps, relative to the largest value in either
+    step_loss, step_gradients  the largest differences in 20 steps that each begin with the weights
+                   of the run on one process: what one step on tensor ranks computes differently
+    loss, gradients, weights   the largest differences of a run of 20 steps on its own weights
+    one_ulp        the same for the run on one process from weights that are each moved up or down
+                   by one unit in the last place: how much the model amplifies rounding
+    worst          the weights that differ most, and their largest gradient in the run
     share          the share of the parameters that the tensor ranks share out
     rank_bytes     the parameters of the fullest rank, and in `one_rank_bytes` without the split
     sums           the all-reduces of a micro-batch among the tensor ranks of all stages
@@ -12,9 +19,10 @@ and compares with the same folder on one process and one tensor rank. A row has
     formula_bytes  4 sums of batch x tokens x width for each block of a transformer
     whole          the layers that each tensor rank computes whole, with the reason
 
-AdamW divides a gradient by its own size, so that a gradient of rounding alone, such as that of a
-bias of keys, moves a weight by a whole learning rate in float32. Where its weights differ by more
-than the tolerance the row is repeated with sgd, whose weights are sums of gradients.
+A row is within the tolerance if all steps and the run are, or in float32 if all steps are and the
+run differs by less than ten times what one unit in the last place makes of it. AdamW divides a
+gradient by its own size, so that a gradient of rounding alone, such as that of a bias of keys,
+moves a weight by a whole learning rate.
 
 With `--time` the step of one larger model is measured on one process, as DDP, as a pipeline and on
 tensor ranks, in alternating runs with fresh processes. Two cores share one memory, and there is no
@@ -27,19 +35,22 @@ link between them that a wide layer would gain from.
 
 import argparse
 import json
+import os
 import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import split_models
+import torch
 from machine import busy_core_seconds, write_result
-from safetensors.torch import load_file
+from recorded_gradients import RECORDED_IN, TENSOR_RANKS, WEIGHTS_OF, read
+from safetensors.torch import load_file, save_file
 from split_folders import RANKS, elements_of_ranks, share_of
 
 from asyncpipe.runtime.monitoring.run_files import read_run
@@ -47,7 +58,8 @@ from asyncpipe.runtime.plan.plan import read_plan
 
 HERE = Path(__file__).parent
 STEPS, MICRO_BATCHES = 20, 4
-OPTIMIZERS = {"adamw": (), "sgd": ("--lr", "0.01")}  # so small that no model diverges
+AMPLIFIED = 10
+"""How much more than one unit in the last place rounding in each product may make of a run."""
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 ITEM_BYTES = {"float64": 8, "float32": 4}
 
@@ -94,10 +106,18 @@ CASES = {
 }
 
 
-def call(folder: Path, program: str, *words: str) -> None:
+def call(
+    folder: Path, program: str, *words: str, environment: Mapping[str, str] | None = None
+) -> None:
     path = shutil.which(program, path=f"{sys.prefix}/bin")
     assert path is not None
-    done = subprocess.run([path, *words, "--quiet"], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [path, *words, "--quiet"],
+        cwd=folder,
+        env=os.environ | (environment or {}),
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         raise RuntimeError(f"{program} {' '.join(words)}: {done.stderr.strip()}")
 
@@ -113,39 +133,81 @@ def partition(folder: Path, case: Case, stages: int) -> Path:
     return net
 
 
-def train(case: Case, net: Path, dtype: str, optimizer: str, *options: str) -> Path:
-    run = Path(tempfile.mkdtemp(dir=net.parent))
+class Run(NamedTuple):
+    """A finished run.
+
+    folder: its records and weights
+    gradients: what `recorded_gradients.py` wrote
+    ranks: the tensor ranks
+    """
+
+    folder: Path
+    gradients: Path
+    ranks: int
+
+
+def train(
+    case: Case, net: Path, dtype: str, *options: str, ranks: int = RANKS, follow: Run | None = None
+) -> Run:
+    """A run on tensor ranks; each step begins with the weights of the run to follow, if any."""
+    place = Path(tempfile.mkdtemp(dir=net.parent))
+    run = Run(place / "run", place / "gradients", ranks)
+    recorded = {RECORDED_IN: str(run.gradients), TENSOR_RANKS: str(ranks)}
     call(
         net.parent,
         *("asyncpipe-train", str(net), "--data", case.data, "--steps", str(STEPS)),
-        *(
-            "--optimizer",
-            optimizer,
-            *OPTIMIZERS[optimizer],
-            "--dtype",
-            dtype,
-            "--log-every",
-            "1",
-            "--eval-batches",
-            "0",
-        ),
-        *("--threads", "1", "--pin", "none", "--trace", "1", "--output", str(run / "run")),
-        *options,
+        *("--optimizer", f"{HERE / 'recorded_gradients.py'}:adamw", "--dtype", dtype),
+        *("--log-every", "1", "--eval-batches", "0", "--threads", "1", "--pin", "none"),
+        *("--trace", "1", "--output", str(run.folder), "--tensor-parallel", str(ranks), *options),
+        environment=recorded | ({WEIGHTS_OF: str(follow.gradients)} if follow else {}),
     )
-    return run / "run"
+    return run
 
 
-def plain(case: Case, net: Path, dtype: str, optimizer: str, replicas: int = 1) -> Path:
+def plain(case: Case, net: Path, dtype: str, replicas: int = 1) -> Run:
     batches = str(MICRO_BATCHES * replicas)
-    options = ("--schedule", "single", "--tensor-parallel", "1", "--micro-batches", batches)
-    return train(case, net, dtype, optimizer, *options)
+    options = ("--schedule", "single", "--micro-batches", batches)
+    return train(case, net, dtype, *options, ranks=1)
 
 
-def differences(one: Path, other: Path) -> dict[str, Any]:
-    """Of all losses and all weights of two runs."""
-    losses = [[step["loss"] for step in read_run(run).steps] for run in (one, other)]
+def moved_by_one_ulp(net: Path) -> Path:
+    """A copy of a folder with other weights."""
+    moved = net.with_name(f"{net.name}_moved")
+    shutil.copytree(net, moved)
+    generator = torch.Generator().manual_seed(0)
+    for file in (moved / "weights").glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point():
+                signs = torch.randint(2, tensor.shape, generator=generator) * 2 - 1
+                tensors[name] = torch.nextafter(tensor, signs * torch.inf)
+        save_file(tensors, file)
+    return moved
+
+
+def losses_and_gradients(one: Run, other: Run) -> tuple[float, float]:
+    """The largest differences over all steps."""
+    losses = [[step["loss"] for step in read_run(run.folder).steps] for run in (one, other)]
     assert [len(each) for each in losses] == [STEPS, STEPS]
-    weights, others = weights_of(one), weights_of(other)
+    gradients = 0.0
+    for step in range(STEPS):
+        expected, actual = (
+            read(run.gradients, "gradients", step, run.ranks) for run in (one, other)
+        )
+        assert expected.keys() == actual.keys()
+        largest = max(float(tensor.abs().max()) for tensor in expected.values())
+        differences = (float((expected[n] - actual[n]).abs().max()) for n in expected)
+        gradients = max(gradients, max(differences) / largest)
+    return (
+        max(abs(a - b) for a, b in zip(*losses, strict=True)) / max(map(abs, losses[0])),
+        gradients,
+    )
+
+
+def differences(one: Run, other: Run) -> dict[str, Any]:
+    """Of all losses, merged gradients and weights of two runs."""
+    loss, gradients = losses_and_gradients(one, other)
+    weights, others = weights_of(one.folder), weights_of(other.folder)
     assert weights.keys() == others.keys()
     by_name = {
         name: float((weights[name].double() - others[name].double()).abs().max())
@@ -155,10 +217,31 @@ def differences(one: Path, other: Path) -> dict[str, Any]:
     worst = max(by_name, key=lambda name: by_name[name])
     largest = max(float(weights[name].abs().max()) for name in by_name)
     return {
-        "loss": max(abs(a - b) for a, b in zip(*losses, strict=True)) / max(map(abs, losses[0])),
+        "loss": loss,
+        "gradients": gradients,
         "weights": by_name[worst] / largest,
-        "worst": worst,
+        "worst": {"name": worst, "gradient": largest_gradient(one, worst)},
     }
+
+
+def largest_gradient(run: Run, name: str) -> float | None:
+    """Of a parameter in all steps, relative to the largest of all parameters."""
+    steps = [read(run.gradients, "gradients", step, run.ranks) for step in range(STEPS)]
+    if name not in steps[0]:
+        return None  # a buffer
+    of_all = max(float(tensor.abs().max()) for step in steps for tensor in step.values())
+    return max(float(step[name].abs().max()) for step in steps) / of_all
+
+
+def compared(
+    case: Case, net: Path, one: Run, dtype: str, *options: str
+) -> tuple[Run, dict[str, Any]]:
+    """A run on tensor ranks, and its differences from a plain one."""
+    split = train(case, net, dtype, *options)
+    followed = train(case, net, dtype, *options, follow=one)
+    step_loss, step_gradients = losses_and_gradients(one, followed)
+    steps = {"step_loss": step_loss, "step_gradients": step_gradients}
+    return split, steps | differences(one, split)
 
 
 def weights_of(run: Path) -> dict[str, Any]:
@@ -193,56 +276,62 @@ def rows_of(name: str, dtypes: list[str], folder: Path) -> Iterator[dict[str, An
             "rank_bytes": item * max(elements_of_ranks(net, plan, RANKS)),
             "one_rank_bytes": item * max(elements_of_ranks(net, plan, 1)),
         }
-        for optimizer in OPTIMIZERS:
-            one = plain(case, net, dtype, optimizer)
-            options = ("--schedule", "1f1b", "--micro-batches", str(MICRO_BATCHES))
-            split = train(case, net, dtype, optimizer, *options)
-            row = {"model": name, "layout": "2 stages x 2", "dtype": dtype, "optimizer": optimizer}
-            row |= differences(one, split)
-            yield {**row, **sizes, **messages(case, split, dtype), **facts}
-            if within(row):
-                break
+        one = plain(case, net, dtype)
+        options = ("--schedule", "1f1b", "--micro-batches", str(MICRO_BATCHES))
+        split, found = compared(case, net, one, dtype, *options)
+        if dtype == "float32":
+            moved = differences(one, plain(case, moved_by_one_ulp(net), dtype))
+            found["one_ulp"] = {name: moved[name] for name in _OF_RUN}
+        row = {"model": name, "layout": "2 stages x 2", "dtype": dtype, **found}
+        yield {**row, **sizes, **messages(case, split.folder, dtype), **facts}
     if case.with_replicas:
         yield from rows_with_replicas(name, case, dtypes[0], folder)
 
 
 def rows_with_replicas(name: str, case: Case, dtype: str, folder: Path) -> Iterator[dict[str, Any]]:
     net = partition(folder, case, 1)
-    one = plain(case, net, dtype, "adamw", replicas=2)
+    one = plain(case, net, dtype, replicas=2)
     for zero in ("1", "2"):
-        split = train(
-            *(case, net, dtype, "adamw", "--schedule", "1f1b", "--replicas", "2"),
-            *("--micro-batches", str(MICRO_BATCHES), "--zero", zero),
-        )
+        options = ("--schedule", "1f1b", "--replicas", "2", "--micro-batches", str(MICRO_BATCHES))
+        _, found = compared(case, net, one, dtype, *options, "--zero", zero)
         layout = f"1 stage x 2 x 2 replicas, zero {zero}"
-        row = {"model": name, "layout": layout, "dtype": dtype, "optimizer": "adamw"}
-        yield {**row, **differences(one, split)}
+        yield {"model": name, "layout": layout, "dtype": dtype, **found}
 
 
 def planted_fault(folder: Path) -> dict[str, Any]:
     """The differences of a gpt2 in whose first stage products have no sum over the ranks."""
     case = CASES["gpt2"]
     net = partition(folder, case, 2)
-    one = plain(case, net, "float64", "adamw")
+    one = plain(case, net, "float64")
     file = net / "stage_0.py"
     text, edits = re.subn(r"= sum_over_ranks\((\w+)\)", r"= \1", file.read_text())
     assert edits
     file.write_text(text)
-    split = train(case, net, "float64", "adamw", "--micro-batches", str(MICRO_BATCHES))
+    split = train(case, net, "float64", "--micro-batches", str(MICRO_BATCHES))
     return differences(one, split)
 
 
+_OF_STEPS, _OF_RUN = ("step_loss", "step_gradients"), ("loss", "gradients", "weights")
+
+
 def within(row: dict[str, Any]) -> bool:
-    return bool(max(row["loss"], row["weights"]) <= TOLERANCE[row["dtype"]])
+    tolerance, moved = TOLERANCE[row["dtype"]], row.get("one_ulp", {})
+    return all(row[name] <= tolerance for name in _OF_STEPS) and all(
+        row[name] <= max(tolerance, AMPLIFIED * moved.get(name, 0.0)) for name in _OF_RUN
+    )
 
 
 def show(row: dict[str, Any]) -> None:
-    beyond = "" if within(row) else f"  over {TOLERANCE[row['dtype']]:.0e}: {row['worst']}"
+    def figures(values: dict[str, Any], names: tuple[str, ...]) -> str:
+        return "  ".join(f"{name} {values[name]:.1e}" for name in names)
+
     print(
-        f"{row['model']:13}{row['layout']:34}{row['dtype']} {row['optimizer']:6}"
-        f"loss {row['loss']:.1e}  weights {row['weights']:.1e}{beyond}",
+        f"{row['model']:13}{row['layout']:34}{row['dtype']}  {figures(row, _OF_STEPS)}\n"
+        f"{'':56}{figures(row, _OF_RUN)}{'' if within(row) else '  over the tolerance'}",
         flush=True,
     )
+    if moved := row.get("one_ulp"):
+        print(f"{'one unit in the last place':>54}  {figures(moved, _OF_RUN)}", flush=True)
 
 
 # --- times ----------------------------------------------------------------------------------
