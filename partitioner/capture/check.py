@@ -88,7 +88,7 @@ class _Check:
         device = tensors[0].device if tensors else torch.device("cpu")
         self._capture, self._copies, self._is_own = capture, copies, is_own
         self._small = sum(p.numel() for p in model.parameters()) < MAX_PARAMETERS_WITH_GRADIENTS
-        self._real = {name: _real(value, device) for name, value in inputs.items()}
+        self._real = {name: real(value, device) for name, value in inputs.items()}
         self._dims = dynamic_of(capture.inputs)
 
     def run(self) -> list[str]:
@@ -215,7 +215,7 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def _real(value: Tensor, device: torch.device) -> Tensor:
+def real(value: Tensor, device: torch.device) -> Tensor:
     if value.device.type != "meta":
         return value.to(device)
     if value.is_floating_point():

@@ -313,15 +313,15 @@ def moved(value: Tensor, place: int, *, any_sign: bool = True) -> Tensor:
     if not value.is_floating_point() or not value.numel():
         return noisy
     exact = value.detach() if value.dtype == torch.float64 else value.detach().float()
-    noise = _noise(value.numel(), place).to(exact).view(value.shape)
+    numbers = repeated_noise(value.numel(), place).to(exact).view(value.shape)
     low, high = (float(bound) for bound in torch.aminmax(exact.nan_to_num()))
     if low == high == 0:
-        other = _OF_ZERO * (noise if any_sign else noise.abs())
+        other = _OF_ZERO * (numbers if any_sign else numbers.abs())
     elif low >= 0 or high <= 0:
-        other = exact * (_SHARE * noise).exp()
+        other = exact * (_SHARE * numbers).exp()
     else:
         usual = torch.where(exact.abs() <= _LARGEST_COPY, exact, 0)
-        other = exact + _SHARE * usual.square().mean().sqrt() * noise
+        other = exact + _SHARE * usual.square().mean().sqrt() * numbers
     return noisy.copy_(torch.where(exact.abs() <= _LARGEST_COPY, other, exact))
 
 
@@ -330,7 +330,7 @@ def _tile() -> Tensor:
     return torch.randn(_PERIOD, generator=torch.Generator().manual_seed(17)).clamp(-3, 3)
 
 
-def _noise(count: int, place: int) -> Tensor:
+def repeated_noise(count: int, place: int) -> Tensor:
     """Numbers around zero, repeated, because drawing one for each weight would take long."""
     tile = _tile().roll(7_919 * place % _PERIOD)
     return tile.repeat(-(-count // _PERIOD))[:count]

@@ -31,13 +31,8 @@ def split_over_ranks(
     `inputs`, so that it can be cut into `stages`. Notes say which layers each rank computes whole,
     and why.
 
-    Changes the graph of `capture`. Raises PlanError if there is no such layer, or no weights.
+    Changes the graph of `capture`. Raises PlanError if there is no such layer.
     """
-    if any(parameter.is_meta for parameter in capture.model.parameters()):
-        raise PlanError(
-            f"--tensor-parallel {size} runs the model, but it is on meta, without weights.",
-            "Build it with random weights: leave out --meta.",
-        )
     derivation = derive(capture, inputs, size, stages)
     notes = tuple(_notes(derivation))
     if not derivation.decisions:

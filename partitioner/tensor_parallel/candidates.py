@@ -42,7 +42,7 @@ class Candidates:
     def weights(self, node: fx.Node) -> dict[Any, Tensor]:
         """The parameters of at least two dimensions that a node reads: by their names in the module
         that it calls, or by their nodes."""
-        module = self._probe.module(node)
+        module = self._probe.run.module(node)
         if module is not None:
             return {name: p for name, p in module.named_parameters() if p.dim() > 1}
         return {
@@ -50,19 +50,12 @@ class Candidates:
         }
 
     def _parameter(self, node: fx.Node, least: int) -> Tensor | None:
-        if node.op != "get_attr":
+        """The parameter of at least that many dimensions that a node reads."""
+        tensors = self._probe.run.tensors
+        if not tensors.is_parameter(node):
             return None
-        value = self._probe.values.of_node.get(node)
-        name = str(node.target)
-        if (
-            not isinstance(value, Tensor)
-            or value.dim() < least
-            or name in self._probe.capture.constants
-        ):
-            return None
-        path, _, last = name.rpartition(".")
-        owner = self._probe.capture.model.get_submodule(path)
-        return value if last in owner._parameters else None
+        value = tensors.like(node)
+        return value if value.dim() >= least else None
 
     def _with_weights(
         self,
@@ -79,7 +72,7 @@ class Candidates:
             for weight in weights.values()
         ):
             return None
-        module = self._probe.module(node)
+        module = self._probe.run.module(node)
         if module is None:
             beside = [
                 n
@@ -104,7 +97,7 @@ class Candidates:
         return Decision(state=state)
 
     def _fits(self, node: fx.Node, split: Split | None) -> bool:
-        value = self._probe.values.of_node[node]
+        value = self._probe.run.like(node)
         return split is not None and split.fits(value.shape[split.dim], self._probe.size)
 
     def continuations(self, node: fx.Node, places: dict[fx.Node, Placement]) -> Iterator[Decision]:
@@ -131,7 +124,7 @@ class Candidates:
                         found = self._with_weights(node, weights, Split(dim, number), vectors)
                         if found is not None:
                             yield found
-            elif self._probe.module(node) is not None:
+            elif self._probe.run.module(node) is not None:
                 found = self._with_weights(node, {}, Split(0, number), Split(0, number))
                 if found is not None and any(found.state.values()):
                     yield found
@@ -141,7 +134,7 @@ class Candidates:
     ) -> Iterator[Decision]:
         """The ways to take a part of one whole input beside the parts."""
         for source in node.all_input_nodes:
-            value = self._probe.values.at(node, source)
+            value = self._probe.run.like(source)
             if source in places or not isinstance(value, Tensor):
                 continue
             for dim in reversed(range(value.dim())):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ...runtime.tensor_parallel.layers import (
     SplitDropout,
 )
 from ...runtime.tensor_parallel.ranks import Split
+from ..capture.arguments import map_leaves
 from ..capture.leaf_modules import construct
 from .probe import Placement, Summands
 
@@ -42,6 +43,22 @@ class Decision:
     once: tuple[fx.Node, ...] = ()
     sums: bool = False
     arguments: tuple[Any, Any] | None = None
+
+
+def moved(decision: Decision, first: fx.Node, node: fx.Node) -> Decision:
+    """The decision for a node of the same kind as that of another one."""
+    same = dict(zip(first.all_input_nodes, node.all_input_nodes, strict=True))
+    arguments = decision.arguments
+    if arguments is not None:
+        arguments = map_leaves(
+            lambda leaf: same[leaf] if isinstance(leaf, fx.Node) else leaf, arguments
+        )
+    return replace(
+        decision,
+        places={same[source]: split for source, split in decision.places.items()},
+        once=tuple(same[source] for source in decision.once),
+        arguments=arguments,
+    )
 
 
 @dataclass(frozen=True)

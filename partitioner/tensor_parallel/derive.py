@@ -28,7 +28,7 @@ from ..capture import Capture
 from ..capture.arguments import map_leaves
 from ..capture.values import Local
 from .candidates import Candidates
-from .decisions import SPLIT_FUNCTIONS, Decision, layer_for
+from .decisions import SPLIT_FUNCTIONS, Decision, layer_for, moved
 from .probe import Placement, Probe, Summands, Unplaced, is_close, is_split, items_of, splits_in
 
 _NUMBERS = "cannot share out"
@@ -101,18 +101,21 @@ class _Search:
         self.probe = probe
         calls = sum(node.op.startswith("call") for node in probe.capture.graph.nodes)
         self._longest = _LONGEST * calls / stages if stages > 1 else inf
+        self._start = 0
         self._candidates = Candidates(probe)
         self.closed: dict[fx.Node, Closed] = {}
         self._choice: dict[fx.Node, int] = {}
         self._tried_before: dict[fx.Node, Closed] = {}
-        self._known: dict[Any, Decision | _Failed] = {}
+        self._known: dict[Any, Decision | Unplaced] = {}
+        self._order = {node: place for place, node in enumerate(probe.capture.graph.nodes)}
+        self._decisions: dict[fx.Node, Decision] = {}
+        self._places: dict[fx.Node, Placement] = {}
+        self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def propagated(self) -> dict[fx.Node, Decision]:
         """The decisions for all nodes that run on parts. Raises _Failed for one that cannot."""
-        decisions: dict[fx.Node, Decision] = {}
-        places: dict[fx.Node, Placement] = {}
-        sources: dict[fx.Node, frozenset[fx.Node]] = {}
-        for node in self.probe.capture.graph.nodes:
+        decisions, places, sources = self._decisions, self._places, self._sources
+        for node in list(self._order)[self._start :]:
             split_inputs = [n for n in node.all_input_nodes if is_split(places.get(n))]
             from_ = frozenset().union(*(sources[n] for n in split_inputs))
             if node.op == "output" and split_inputs:
@@ -138,8 +141,7 @@ class _Search:
     ) -> None:
         """Raises _Failed if values in parts follow each other over more of the graph than can be in
         one stage."""
-        order = {node: place for place, node in enumerate(self.probe.capture.graph.nodes)}
-        graph = nx.Graph()
+        order, graph = self._order, nx.Graph()
         last: dict[fx.Node, fx.Node] = {}
         for node in places:
             graph.add_edges_from((source, node) for source in sources[node])
@@ -165,7 +167,7 @@ class _Search:
         for node in self.probe.capture.graph.nodes:
             decision = decisions.get(node, Decision())
             read: dict[int, Any] = {}
-            if (module := self.probe.module(node)) is not None:
+            if (module := self.probe.run.module(node)) is not None:
                 read = {id(p): decision.state.get(name) for name, p in module.named_parameters()}
             elif node.op == "get_attr" and str(node.target) in tensors:
                 read = {id(tensors[str(node.target)]): "tensor"}
@@ -199,14 +201,24 @@ class _Search:
                 self._tried_before[node] = closed
             else:
                 self.closed[node] = closed
+        self._continue_at(self._order[min(sources)])
+
+    def _continue_at(self, start: int) -> None:
+        """Forgets what was decided from a place in the graph on."""
+        self._start = start
+        for found in (self._decisions, self._places, self._sources):
+            while found and self._order[next(reversed(found))] >= start:
+                found.popitem()
 
     def _reason(self, failure: _Failed) -> str:
         """Why an operation cannot run on parts, in the words of the model."""
         node, size = failure.node, self.probe.size
         if node.op == "output" or failure.is_final:
             return failure.reason
-        whole = self.probe.values.of_node.get(node)
-        inputs = [self.probe.values.of_node.get(source) for source in node.all_input_nodes]
+        if node not in self.probe.run.first:
+            return failure.reason
+        whole = self.probe.run.whole(node)
+        inputs = [self.probe.run.like(source) for source in node.all_input_nodes]
         if isinstance(whole, Tensor):
             lengths = {n for value in inputs if isinstance(value, Tensor) for n in value.shape}
             for number, each in pairwise(whole.shape):
@@ -217,22 +229,38 @@ class _Search:
     def _decision(
         self, node: fx.Node, places: dict[fx.Node, Placement], sources: frozenset[fx.Node]
     ) -> Decision | None:
-        if node not in self.probe.values.of_node:
+        if node not in self.probe.run.first:
             if places:
                 raise _Failed(node, "it runs in one mode only", sources)
             return None
         if not places:
             return self._opened(node)
-        key = (node, tuple(places.items()))
+        found = self._found(node, places, None)
+        if isinstance(found, Unplaced):
+            raise _Failed(node, str(found), sources)
+        return found
+
+    def _found(
+        self, node: fx.Node, places: dict[fx.Node, Placement], opening: int | None
+    ) -> Decision | Unplaced:
+        """The decision for a node on parts, or for one of the openings of a product: found with the
+        first node of its kind, once."""
+        first = self.probe.run.first[node]
+        inputs = tuple(places.get(source) for source in node.all_input_nodes)
+        key = (first, inputs, opening)
         if key not in self._known:
+            own = {n: place for n, place in zip(first.all_input_nodes, inputs, strict=True) if place}
             try:
-                self._known[key] = self._continued(node, places)
+                if opening is None:
+                    self._known[key] = self._continued(first, own)
+                else:
+                    candidate = list(self._candidates.openings(first))[opening]
+                    self._known[key] = self._tried(first, {}, candidate)
             except Unplaced as error:
-                self._known[key] = _Failed(node, str(error), sources)
-        known = self._known[key]
-        if isinstance(known, _Failed):
-            raise _Failed(node, known.reason, sources)
-        return known
+                # Its traceback would keep the tensors of all frames.
+                self._known[key] = Unplaced(str(error))
+        found = self._known[key]
+        return found if isinstance(found, Unplaced) or first is node else moved(found, first, node)
 
     # --- opening a product ------------------------------------------------------------------
 
@@ -244,13 +272,7 @@ class _Search:
             return None
         for choice in range(self._choice.get(node, 0), len(openings)):
             self._choice[node] = choice
-            key = (node, choice)
-            if key not in self._known:
-                try:
-                    self._known[key] = self._tried(node, {}, openings[choice])
-                except Unplaced as error:
-                    self._known[key] = _Failed(node, str(error), frozenset([node]))
-            known = self._known[key]
+            known = self._found(node, {}, choice)
             if isinstance(known, Decision) and isinstance(known.result, Split):
                 return known
         shapes = [str(tuple(weight.shape)) for weight in self._candidates.weights(node).values()]
@@ -286,7 +308,7 @@ class _Search:
             raise Unplaced(str(error).partition("\n")[0]) from error
         finally:
             node.args, node.kwargs = captured
-        whole = probe.values.of_node[node]
+        whole = probe.run.whole(node)
         groups = sorted({split.groups for place in places.values() for split in splits_in(place)})
         groups += [split.groups for split in _openers(candidate)]
         result = probe.placement([value for value, _ in results], whole, sorted({1, *groups}))
@@ -306,7 +328,7 @@ class _Search:
 
     def _expressible(self, node: fx.Node, decision: Decision) -> Decision:
         """The decision. Raises Unplaced if no split layer or function computes it."""
-        module = self.probe.module(node)
+        module = self.probe.run.module(node)
         if module is not None and layer_for(module, decision) is None:
             raise Unplaced(f"there is no {type(module).__name__} with such parts")
         if module is None and node.meta["random"] and node.target not in SPLIT_FUNCTIONS:
@@ -321,7 +343,7 @@ class _Search:
     ) -> None:
         """Raises Unplaced where a node changes the memory of its inputs in another way than it does
         in the whole model."""
-        for source, whole in self.probe.values.after.get(node, {}).items():
+        for source, whole in self.probe.run.after(node).items():
             for rank, (_, given) in enumerate(results):
                 expected = self.probe.part(whole, places.get(source), rank)
                 if not _same(given[source], expected):

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.func import functional_call
+from torch import Tensor, fx
 
 from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture
-from ..capture.graph import Reader, run, run_node
-from ..capture.model_state import Noise, in_mode, seed_all, working_copies
-from ..capture.operations import averaging
+from ..capture.model_state import Noise, in_mode, working_copies
+from .example_run import ExampleRun, cloned
 
 Placement = Split | tuple[Any, ...] | None
 """How a value lies on the ranks: whole on each (None), in parts, or a tuple of placements."""
@@ -34,71 +32,21 @@ class Summands:
     """The placement of results whose sum is the whole value."""
 
 
-@dataclass
-class Values:
-    """The values of one run of the whole model, with noise on its parameters.
-
-    of_node: the value of each node when it was computed
-    later: the value of an input of a node at that node, where memory was changed in between
-    after: the values of a node's inputs after it, where it changed their memory
-    """
-
-    of_node: dict[fx.Node, Any] = field(default_factory=dict)
-    later: dict[tuple[fx.Node, fx.Node], Any] = field(default_factory=dict)
-    after: dict[fx.Node, dict[fx.Node, Any]] = field(default_factory=dict)
-
-    def at(self, node: fx.Node, source: fx.Node) -> Any:
-        """The value of `source` when `node` is computed."""
-        return self.later.get((node, source), self.of_node.get(source))
-
-
 class Probe:
     """Runs the nodes of one captured graph on the parts of `size` ranks."""
 
     def __init__(self, capture: Capture, inputs: Mapping[str, Any], size: int) -> None:
-        self.capture, self.inputs, self.size = capture, inputs, size
-        self.training = False not in capture.modes
-        self.values = Values()
+        self.capture, self.size = capture, size
+        self.run = ExampleRun(capture, inputs, size)
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Inside, parameters have noise, and the values of the whole model are known."""
         model = self.capture.model
         with working_copies(model, Noise.ALL), torch.no_grad():
-            seed_all(0)
-            self._compute_all()
-            with in_mode(model, self.training):
+            self.run.start()
+            with in_mode(model, self.run.training):
                 yield
-
-    def _compute_all(self) -> None:
-        live: dict[fx.Node, Any] = {}
-        values = self.values
-        changed: set[int] = set()
-
-        def around(node: fx.Node, thunk: Any) -> Any:
-            for source in node.all_input_nodes:
-                if source not in values.of_node:
-                    values.of_node[source] = _cloned(live[source])
-                elif source.meta["storages"] & changed:
-                    values.later[node, source] = _cloned(live[source])
-            result = thunk()
-            values.of_node[node] = _cloned(result)
-            if node.meta["mutates"]:
-                changed.update(node.meta["mutates"])
-                values.after[node] = {
-                    source: _cloned(live[source])
-                    for source in node.all_input_nodes
-                    if source.meta["storages"] & node.meta["mutates"]
-                }
-            return result
-
-        run(self.capture, self.inputs, training=self.training, env=live, around=around)
-
-    def module(self, node: fx.Node) -> nn.Module | None:
-        """The module that a node calls."""
-        if node.op != "call_module":
-            return None
-        return self.capture.model.get_submodule(str(node.target))
 
     def results(
         self,
@@ -107,43 +55,32 @@ class Probe:
         state: Mapping[str, Split | Summands | None],
         once: Collection[fx.Node] = (),
     ) -> list[tuple[Any, dict[fx.Node, Any]]]:
-        """The result of each rank, with the values of the node's inputs afterwards.
+        """The result of each rank, with the values of the node's inputs afterwards if it changes
+        them.
 
         `places` are those of the inputs, `state` those of the parameters and buffers of the module
         that the node calls; `once` are inputs, and `Summands` marks parameters, that are whole on
         the first rank and zero on the others.
         """
-        results = []
+        run, results = self.run, []
+        tensors = run.tensors.of_module(str(node.target)) if any(state.values()) else {}
+        values = {source: run.at(node, source) for source in node.all_input_nodes}
         for rank in range(self.size):
             given: dict[fx.Node, Any] = {}
-            for source in node.all_input_nodes:
-                value = self.values.at(node, source)
+            for source, value in values.items():
                 part = self.part(value, places.get(source), rank)
-                given[source] = part * (rank == 0) if source in once else _cloned(part)
-            results.append((self._run(node, given, state, rank), given))
+                part = part * (rank == 0) if source in once else part
+                given[source] = cloned(part) if node.meta["mutates"] else part
+            own = {
+                name: tensors[name] * (rank == 0)
+                if isinstance(place, Summands)
+                else self.part(tensors[name], place, rank)
+                for name, place in state.items()
+                if place is not None
+            }
+            result = run.call(node, given, own)
+            results.append((result, given if node.meta["mutates"] else {}))
         return results
-
-    def _run(
-        self,
-        node: fx.Node,
-        given: dict[fx.Node, Any],
-        state: Mapping[str, Split | Summands | None],
-        rank: int,
-    ) -> Any:
-        reader = Reader(self.capture, self.inputs, given, self.training)
-        module = self.module(node)
-        if module is None or not any(state.values()):
-            return run_node(self.capture, reader, node)
-        tensors: dict[str, Tensor] = {}
-        for name, place in state.items():
-            tensor = module.get_parameter(name) if place == Summands() else _state_of(module)[name]
-            if isinstance(place, Split):
-                tensors[name] = self.part(tensor, place, rank)
-            elif isinstance(place, Summands):
-                tensors[name] = tensor * (rank == 0)
-        args, kwargs = reader.value((node.args, node.kwargs))
-        with averaging(module):
-            return functional_call(module, tensors, args, kwargs)
 
     def part(self, value: Any, place: Placement, rank: int) -> Any:
         """What a rank has of a value that lies so."""
@@ -207,19 +144,6 @@ def is_close(value: Any, whole: Tensor) -> bool:
 
 _LARGE = 1e30
 """Larger numbers mask positions."""
-
-
-def _state_of(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, (tuple, list)):
-        items = [_cloned(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
 
 
 def items_of(place: Any) -> list[Any]:
