@@ -70,7 +70,7 @@ from .report import render_report
 from .split.split import crossing_if_sent, homes_of
 from .tensor_parallel import SplitModel, split_over_ranks
 from .verify import verify
-from .verify_parts import compares_gradients, verify_parts
+from .verify_parts import compared_text, verify_parts
 
 
 @shows_options("model")
@@ -421,8 +421,7 @@ def write_phase(job: Compilation, planned: Planned, generated: Generated) -> Non
                 verify_parts(
                     source.model, plan, aside, source.example_inputs, size, constants=constants
                 )
-        what = "" if compares_gradients(source.model) else "outputs alone "
-        on_ranks = f"; {what}on {size} tensor ranks too" if size > 1 else ""
+        on_ranks = f"; {compared_text(source.model, size)}" if size > 1 else ""
         job.end_phase("verify", verified.summary + on_ranks, "write")
 
     write_weights = None

@@ -23,7 +23,7 @@ from .capture.check import (
     leaves_of,
     total_of,
 )
-from .capture.model_state import Noise, seed_all, working_copies
+from .capture.model_state import Noise, is_on_meta, seed_all, working_copies
 from .verdict import TOLERANCE, TOLERANCE_IN_DOUBLE, doubled
 
 
@@ -42,7 +42,14 @@ _MOST_WITH_GRADIENTS = 500_000_000
 
 def compares_gradients(model: nn.Module) -> bool:
     """Whether `verify_parts` compares gradients of a model, and not outputs alone."""
-    return sum(parameter.numel() for parameter in model.parameters()) < _MOST_WITH_GRADIENTS
+    number = sum(parameter.numel() for parameter in model.parameters())
+    return number < _MOST_WITH_GRADIENTS and not is_on_meta(model)
+
+
+def compared_text(model: nn.Module, size: int) -> str:
+    """What `verify_parts` compares, for the line of the phase."""
+    what = "" if compares_gradients(model) else "shapes " if is_on_meta(model) else "outputs alone "
+    return f"{what}on {size} tensor ranks too"
 
 
 def verify_parts(
@@ -57,10 +64,13 @@ def verify_parts(
     """The largest difference of the stages on `size` tensor ranks from the stages on one.
 
     Compares outputs and, if `compares_gradients`, all gradients, with equal seeds, in
-    training mode; in float64 if they differ in float32. Raises PlanError with the name of the first
-    value that differs.
+    training mode; in float64 if they differ in float32; shapes alone for a model on meta. Raises
+    PlanError with the name of the first value that differs.
     """
     given = read_arguments(model, example_inputs)
+    if is_on_meta(model):
+        inputs = {name: tensor.to("meta") for name, tensor in given.tensors.items()}
+        return _Run(plan, folder, {}, inputs, gradients=False, device="meta").difference(size, 0)
     with working_copies(model, Noise.ALL), torch.no_grad():
         state = {
             **dict(model.named_parameters(remove_duplicate=False)),
@@ -82,6 +92,7 @@ class _Run:
     state: the whole parameters, buffers and constants by name
     inputs: the example inputs
     gradients: whether backward runs too
+    device: where the stages are
     """
 
     plan: Plan
@@ -89,6 +100,7 @@ class _Run:
     state: Mapping[str, Tensor]
     inputs: Mapping[str, Any]
     gradients: bool
+    device: str = "cpu"
 
     def in_double(self) -> _Run:
         return replace(self, state=doubled(self.state), inputs=doubled(self.inputs))
@@ -115,7 +127,8 @@ class _Run:
         stages: list[nn.Module] = []
         splits: dict[str, Split] = {}
         for spec in self.plan.stages:
-            stage = load_stage_class(self.folder, spec)()
+            with torch.device(self.device):
+                stage = load_stage_class(self.folder, spec)()
             own = splits_of(stage)
             splits |= {f"{spec.index} {name}": split for name, split in own.items()}
             stages.append(self._filled(stage, own, ranks))

@@ -249,7 +249,9 @@ class _Search:
         inputs = tuple(places.get(source) for source in node.all_input_nodes)
         key = (first, inputs, opening)
         if key not in self._known:
-            own = {n: place for n, place in zip(first.all_input_nodes, inputs, strict=True) if place}
+            own = {
+                n: place for n, place in zip(first.all_input_nodes, inputs, strict=True) if place
+            }
             try:
                 if opening is None:
                     self._known[key] = self._continued(first, own)

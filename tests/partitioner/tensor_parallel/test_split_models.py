@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.partitioner import verify_parts as parts
+from asyncpipe.partitioner.capture import capture
+from asyncpipe.partitioner.tensor_parallel.derive import derive
+from asyncpipe.partitioner.tensor_parallel.example_run import ExampleRun
 from asyncpipe.partitioner.verify_parts import verify_parts
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.executor.loading import load_stage_class
@@ -81,6 +84,13 @@ class Read(nn.Module):
         y = nn.functional.conv1d(y, weight, self.channels.bias, padding=1, groups=16)
         scale = self.step.weight @ x.transpose(1, 2) + self.step.bias.float()[:, None]
         return self.down((y * scale).transpose(1, 2))
+
+
+class Feed(nn.Sequential):
+    """A block of two products, with the shapes of its input."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
 
 
 class Transposed(nn.Module):
@@ -189,11 +199,29 @@ def test_a_model_without_a_layer_to_split_is_refused_with_the_reason(tmp_path: P
         split(tmp_path / "net", model, {"input": torch.ones(2, 4)})
 
 
-def test_a_model_on_meta_is_refused_with_the_cure(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model, x = Attention(), torch.randn(2, 5, 16)
-    with pytest.raises(PlanError, match="on meta, without weights"):
-        split(tmp_path / "net", model, {"x": x})
+def test_a_model_on_meta_is_split_like_one_with_weights(tmp_path: Path) -> None:
+    inputs = dict(CASES["gpt2"].example_inputs)
+    split(tmp_path / "own", CASES["gpt2"].build(), inputs, stages=2)
+    split(tmp_path / "meta", CASES["gpt2"].build().to("meta"), inputs, stages=2)
+    own, on_meta = (
+        [splits_of(kind()) for kind in classes_of(tmp_path / x)] for x in ("own", "meta")
+    )
+    assert on_meta == own
+    assert any(own)
+
+
+def test_equal_blocks_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, runs = ExampleRun.call, list[int]()
+    monkeypatch.setattr(ExampleRun, "call", lambda *given: (runs.append(1), run(*given))[1])
+
+    def cost(blocks: int) -> int:
+        runs.clear()
+        model = nn.Sequential(*(Feed() for _ in range(blocks))).to("meta")
+        inputs = {"input": torch.randn(4, 8)}
+        assert len(derive(capture(model, inputs), inputs, 2).decisions) == 3 * blocks
+        return len(runs)
+
+    assert cost(2) == cost(6)
 
 
 def test_a_sum_over_the_ranks_that_is_left_out_is_seen(tmp_path: Path) -> None:
