@@ -433,7 +433,7 @@ class Scope:
 def _options(split: Split, usual_dim: int | None = None) -> list[Code]:
     """The keyword arguments that describe a split."""
     dim = [] if split.dim == usual_dim else [named("dim", write_constant(split.dim))]
-    groups = [named("groups", write_constant(split.groups))] if split.groups > 1 else []
+    groups = [named("groups", write_constant(split.groups))] if split.groups != 1 else []
     return dim + groups
 
 

@@ -253,7 +253,7 @@ def _replace_function(node: fx.Node, place: Placement) -> None:
     assert isinstance(place, Split)
     node.target = SPLIT_FUNCTIONS[node.target]
     options: dict[str, Any] = {"dim": place.dim}
-    if place.groups > 1:
+    if place.groups != 1:
         options["groups"] = place.groups
     if node.target is split_dropout:
         given = dict(zip(("p", "training"), node.args[1:], strict=False)) | node.kwargs

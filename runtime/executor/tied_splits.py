@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import PlanError
 from ..plan.plan import Plan
-from ..tensor_parallel.ranks import Split, TensorRanks, splits_of, using
+from ..tensor_parallel.ranks import Split, TensorRanks, in_blocks, splits_of, using
 from .loading import SkipRandomInit, load_stage_class
 
 
@@ -55,6 +55,5 @@ def verify_splits_alike(plan: Plan, splits: Mapping[int, Mapping[str, Split]]) -
 def _described(split: Split | None) -> str:
     if split is None:
         return "whole"
-    blocks = f" in {split.groups} blocks" if split.groups > 1 else ""
     uneven = " in unequal parts" if split.length is not None else ""
-    return f"divided along dimension {split.dim}{blocks}{uneven}"
+    return f"divided along dimension {split.dim}{in_blocks(split.groups)}{uneven}"

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .ranks import (
+    Groups,
     Split,
     TensorRanks,
     current_ranks,
@@ -49,14 +50,14 @@ def on_one_rank(x: Tensor) -> Tensor:
     return x if ranks.size == 1 else applied(_OnOneRank, x, ranks)
 
 
-def part_of(x: Tensor, dim: int, groups: int = 1, *, uneven: bool = False) -> Tensor:
+def part_of(x: Tensor, dim: int, groups: Groups = 1, *, uneven: bool = False) -> Tensor:
     """This rank's part of a whole tensor; the gradient of the whole is put together again."""
     ranks = current_ranks()
     split = Split(dim, groups, x.shape[dim] if uneven else None)
     return x if ranks.size == 1 else applied(_PartOf, x, split, ranks)
 
 
-def whole_output(x: Tensor, dim: int, length: int, groups: int = 1) -> Tensor:
+def whole_output(x: Tensor, dim: int, length: int, groups: Groups = 1) -> Tensor:
     """The whole of a result of the model that the ranks have in parts, with `length` in all along
     `dim`. Where the loss alone is read of a model (`reading_loss_alone`), the part."""
     ranks = current_ranks()
@@ -65,7 +66,7 @@ def whole_output(x: Tensor, dim: int, length: int, groups: int = 1) -> Tensor:
     return applied(_WholeOf, x, split_of_length(dim, length, ranks.size, groups), ranks)
 
 
-def split_dropout(x: Tensor, p: float, training: bool, dim: int, groups: int = 1) -> Tensor:
+def split_dropout(x: Tensor, p: float, training: bool, dim: int, groups: Groups = 1) -> Tensor:
     """Dropout of a split tensor: the ranks draw the mask of the whole and use their part of it, so
     the numbers are those of the unsplit model."""
     ranks = current_ranks()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .functions import local, on_one_rank, parallel_input, split_dropout, sum_over_ranks
-from .ranks import Split, current_ranks, mark_split
+from .ranks import Groups, Split, current_ranks, mark_split
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -28,7 +28,7 @@ class _SplitLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        groups: int = 1,
+        groups: Groups = 1,
         uneven: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -45,8 +45,8 @@ class _SplitLinear(nn.Linear):
 class ColumnLinear(_SplitLinear):
     """An `nn.Linear(in_features, out_features)` whose output features are split over the ranks.
 
-    groups: the equal blocks of the output that are each split, three for fused queries, keys and
-        values
+    groups: the blocks of the output that are each split: how many equal ones, three for fused
+        queries, keys and values, or the widths of all, such as (768, 256, 256)
     uneven: the ranks need not divide the output equally, as for a vocabulary: the first have one
         more
     """
@@ -58,7 +58,7 @@ class RowLinear(_SplitLinear):
     """An `nn.Linear(in_features, out_features)` whose input features are split over the ranks: each
     has a summand of the product, and the sum, by one all-reduce, is whole on all of them.
 
-    groups: the equal blocks of the input that are each split
+    groups: the blocks of the input that are each split: how many equal ones, or the widths of all
     """
 
     split_dim = 1
@@ -127,7 +127,7 @@ class RowConv2d(RowConv, nn.Conv2d):
 class SplitDropout(nn.Dropout):
     """An `nn.Dropout` of a tensor that is split along `dim`: the numbers of the unsplit model."""
 
-    def __init__(self, p: float, dim: int, groups: int = 1) -> None:
+    def __init__(self, p: float, dim: int, groups: Groups = 1) -> None:
         super().__init__(p)
         self.dim, self.groups = dim, groups
 
@@ -140,7 +140,7 @@ def split_parameter(
     whole: Tensor,
     *,
     dim: int,
-    groups: int = 1,
+    groups: Groups = 1,
     uneven: bool = False,
     requires_grad: bool = True,
 ) -> nn.Parameter:
@@ -152,7 +152,7 @@ def split_parameter(
     return parameter
 
 
-def split_module(module: Module, *, dim: int = 0, groups: int = 1) -> Module:
+def split_module(module: Module, *, dim: int = 0, groups: Groups = 1) -> Module:
     """A module, such as a batch norm of split channels, with this rank's part of its parameters and
     buffers: of each along `dim`, and of vectors along their only dimension."""
     ranks = current_ranks()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import torch
@@ -13,17 +14,39 @@ from torch import Tensor, nn
 
 from ..errors import PlanError
 
+Groups = int | tuple[int, ...]
+"""The blocks of a dimension that are divided each: how many equal ones, or the lengths of all."""
 
-def share(length: int, size: int, groups: int = 1) -> int:
-    """The share of each of `size` ranks of a length of equal blocks. Raises PlanError if the ranks
-    cannot divide it."""
+
+def share(length: int, size: int, groups: Groups = 1) -> int:
+    """The share of each of `size` ranks of a length of blocks. Raises PlanError if the ranks cannot
+    divide them, or the blocks make another length."""
+    if isinstance(groups, tuple):
+        if sum(groups) != length:
+            raise PlanError(
+                f"blocks of {_listed(groups)} make {sum(groups)}, not {length}.",
+                f"Give groups that make {length}.",
+            )
+        return sum(share(block, size) for block in groups)
     if length % (groups * size):
-        blocks = f" in {groups} equal blocks" if groups > 1 else ""
         raise PlanError(
-            f"{length}{blocks} cannot be divided over {size} tensor ranks.",
+            f"{length}{in_blocks(groups)} cannot be divided over {size} tensor ranks.",
             f"Use --tensor-parallel with a divisor of {length // groups}.",
         )
     return length // size
+
+
+def in_blocks(groups: Groups) -> str:
+    """The blocks of a dimension in words, after its length; nothing for a single one."""
+    if groups == 1:
+        return ""
+    if isinstance(groups, int):
+        return f" in {groups} equal blocks"
+    return f" in blocks of {_listed(groups)}"
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return f"{', '.join(map(str, lengths[:-1]))} and {lengths[-1]}"
 
 
 def uneven_range(length: int, rank: int, size: int) -> tuple[int, int]:
@@ -36,26 +59,31 @@ def uneven_range(length: int, rank: int, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a tensor is divided: along `dim`, in which `groups` equal blocks stand one after the
-    other and are divided each (a fused projection of queries, keys and values has three).
+    """How a tensor is divided: along `dim`, in which blocks stand one after the other and are
+    divided each (a fused projection of queries, keys and values has three).
 
+    groups: the number of equal blocks, or their lengths
     length: the whole length, where the parts may be unequal: the first ranks have one more
 
     >>> import torch
     >>> Split(0, groups=2).part(torch.arange(8), rank=1, size=2)
     tensor([2, 3, 6, 7])
+    >>> Split(0, groups=(4, 2, 2)).part(torch.arange(8), rank=1, size=2)
+    tensor([2, 3, 5, 7])
     >>> Split(0, length=5).part(torch.arange(5), rank=1, size=2)
     tensor([3, 4])
     """
 
     dim: int
-    groups: int = 1
+    groups: Groups = 1
     length: int | None = None
 
     def fits(self, length: int, size: int) -> bool:
         """True if a dimension of that length can be divided over `size` ranks."""
         if self.length is not None:
             return length == self.length >= size
+        if isinstance(self.groups, tuple):
+            return length == sum(self.groups) and all(n % size == 0 for n in self.groups)
         return length % (self.groups * size) == 0
 
     def ranges(self, length: int, rank: int, size: int) -> list[tuple[int, int]]:
@@ -63,10 +91,18 @@ class Split:
         if the ranks cannot divide it."""
         if self.length is not None:
             return [uneven_range(length, rank, size)]
-        block = length // self.groups
-        part = share(length, size, self.groups) // self.groups
-        starts = [group * block + rank * part for group in range(self.groups)]
-        return [(start, start + part) for start in starts]
+        share(length, size, self.groups)
+        blocks = self._blocks(length)
+        starts = [
+            end - block + rank * (block // size)
+            for end, block in zip(accumulate(blocks), blocks, strict=True)
+        ]
+        return [(start, start + block // size) for start, block in zip(starts, blocks, strict=True)]
+
+    def _blocks(self, length: int) -> tuple[int, ...]:
+        if isinstance(self.groups, tuple):
+            return self.groups
+        return (length // self.groups,) * self.groups
 
     def part(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """The part of one rank, a view if there is one group."""
@@ -96,13 +132,15 @@ class Split:
         """The tensor whose parts the ranks hold."""
         if self.groups == 1:
             return torch.cat(list(parts), self.dim)
-        blocks = [part.chunk(self.groups, self.dim) for part in parts]
+        length = sum(part.shape[self.dim] for part in parts)
+        own = [block // len(parts) for block in self._blocks(length)]
+        blocks = [part.split(own, self.dim) for part in parts]
         return torch.cat(
             [block for group in zip(*blocks, strict=True) for block in group], self.dim
         )
 
 
-def split_of_length(dim: int, length: int, size: int, groups: int = 1) -> Split:
+def split_of_length(dim: int, length: int, size: int, groups: Groups = 1) -> Split:
     """The split of a length along `dim`: in equal parts if the ranks divide it, or if it has
     several blocks."""
     is_uneven = groups == 1 and length % size > 0

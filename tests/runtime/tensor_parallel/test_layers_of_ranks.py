@@ -23,6 +23,7 @@ from asyncpipe.runtime.tensor_parallel import (
     splits_of,
     sum_over_ranks,
 )
+from asyncpipe.runtime.tensor_parallel.ranks import Groups
 from asyncpipe.runtime.tensor_parallel.threads import in_threads
 
 
@@ -35,8 +36,8 @@ class Mlp(nn.Module):
         self.norm = split_module(nn.BatchNorm1d(12), groups=3)
         self.dropout = SplitDropout(0.5, 1, groups=3)
         self.down = RowLinear(12, 8, groups=3)
-        self.weight = split_parameter(torch.empty(8, 6), dim=1)
-        self.back = split_parameter(torch.empty(6, 8), dim=0)
+        self.weight = split_parameter(torch.empty(8, 6), dim=1, groups=(4, 2))
+        self.back = split_parameter(torch.empty(6, 8), dim=0, groups=(4, 2))
         self.bias = nn.Parameter(torch.empty(8))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,8 +90,8 @@ def test_outputs_and_gradients_of_split_layers_equal_those_of_the_plain_ones(siz
             assert all(part.equal(parts[0]) for part in parts)
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-def test_parts_of_a_tensor_make_the_whole_again(groups: int) -> None:
+@pytest.mark.parametrize("groups", [1, 3, (6, 4, 2)])
+def test_parts_of_a_tensor_make_the_whole_again(groups: Groups) -> None:
     whole, split = torch.arange(24).view(2, 12), Split(1, groups)
     parts = [split.part(whole, rank, 2) for rank in range(2)]
     assert split.whole(parts).equal(whole)
@@ -100,6 +101,11 @@ def test_parts_of_a_tensor_make_the_whole_again(groups: int) -> None:
 def test_a_size_that_the_ranks_do_not_divide_is_refused_with_both_numbers() -> None:
     with pytest.raises(PlanError, match=r"7 cannot be divided over 2 tensor ranks"):
         in_threads(2, lambda _: local(7))
+
+
+def test_blocks_that_make_another_length_are_refused_with_both_numbers() -> None:
+    with pytest.raises(PlanError, match=r"blocks of 6, 4 and 2 make 12, not 16"):
+        in_threads(2, lambda _: ColumnLinear(8, 16, groups=(6, 4, 2)))
 
 
 def test_an_error_in_one_rank_ends_the_others() -> None:
