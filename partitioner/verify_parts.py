@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,12 @@ from .verdict import TOLERANCE, TOLERANCE_IN_DOUBLE, doubled
 
 @dataclass(frozen=True)
 class _Parts:
-    """What one tensor rank computes: outputs, gradients by stage and name, and its splits."""
+    """What one tensor rank computes: outputs, gradients and buffers by stage and name, and its
+    splits."""
 
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
     splits: Mapping[str, Split]
 
 
@@ -63,9 +65,9 @@ def verify_parts(
 ) -> float:
     """The largest difference of the stages on `size` tensor ranks from the stages on one.
 
-    Compares outputs and, if `compares_gradients`, all gradients, with equal seeds, in
-    training mode; in float64 if they differ in float32; shapes alone for a model on meta. Raises
-    PlanError with the name of the first value that differs.
+    Compares the outputs, the buffers and, if `compares_gradients`, all gradients of every rank,
+    with equal seeds, in training mode; in float64 if they differ in float32; shapes alone for a
+    model on meta. Raises PlanError with the name of the first value that differs.
     """
     given = read_arguments(model, example_inputs)
     if is_on_meta(model):
@@ -110,18 +112,18 @@ class _Run:
         with torch.random.fork_rng(devices=[]):
             (whole,) = in_threads(1, self._run)
             parts = in_threads(size, self._run)
-        splits = parts[0].splits
-        gradients = {
-            key: splits[key].whole([part.gradients[key] for part in parts])
-            if key in splits
-            else gradient
-            for key, gradient in parts[0].gradients.items()
-        }
         where = f" (on {size} tensor ranks)"
-        return max(
-            compare(whole.outputs, parts[0].outputs, tolerance, f"output{where}"),
-            compare(whole.gradients, gradients, tolerance, f"gradient{where} of"),
-        )
+        largest = 0.0
+        for part in parts:
+            gradients = _whole(part.gradients, [each.gradients for each in parts], part.splits)
+            buffers = _whole(part.buffers, [each.buffers for each in parts], part.splits)
+            largest = max(
+                largest,
+                compare(whole.outputs, part.outputs, tolerance, f"output{where}"),
+                compare(whole.gradients, gradients, tolerance, f"gradient{where} of"),
+                compare(whole.buffers, buffers, tolerance, f"buffer{where}"),
+            )
+        return largest
 
     def _run(self, ranks: TensorRanks) -> _Parts:
         stages: list[nn.Module] = []
@@ -146,7 +148,13 @@ class _Run:
             for name, parameter in stage.named_parameters()
             if parameter.grad is not None
         }
-        return _Parts(detached(outputs), gradients, splits)
+        buffers = {
+            f"{spec.index} {name}": buffer
+            for spec, stage in zip(self.plan.stages, stages, strict=True)
+            for name, buffer in stage.named_buffers()
+            if name in self.state
+        }
+        return _Parts(detached(outputs), gradients, buffers, splits)
 
     def _filled(
         self, stage: nn.Module, splits: Mapping[str, Split], ranks: TensorRanks
@@ -161,3 +169,13 @@ class _Run:
                     split = splits.get(name)
                     tensor.copy_(split.part(whole, ranks.rank, ranks.size) if split else whole)
         return stage.train()
+
+
+def _whole(
+    own: Mapping[str, Tensor], of_ranks: Sequence[Mapping[str, Tensor]], splits: Mapping[str, Split]
+) -> dict[str, Tensor]:
+    """A rank's tensors, with the whole ones of those that are divided."""
+    return {
+        key: splits[key].whole([tensors[key] for tensors in of_ranks]) if key in splits else tensor
+        for key, tensor in own.items()
+    }

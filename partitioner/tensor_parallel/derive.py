@@ -314,7 +314,7 @@ class _Search:
         groups = sorted({split.groups for place in places.values() for split in splits_in(place)})
         groups += [split.groups for split in _openers(candidate)]
         result = probe.placement([value for value, _ in results], whole, sorted({1, *groups}))
-        self._verify_changes(node, {**places, **candidate.places}, results)
+        self._verify_changes(node, places, candidate, results)
         if isinstance(result, Summands):
             if isinstance(whole, Tensor) and not whole.is_floating_point():
                 raise Unplaced("summands of whole numbers")
@@ -341,13 +341,20 @@ class _Search:
         return leaf.number // self.probe.size if isinstance(leaf, Local) else leaf
 
     def _verify_changes(
-        self, node: fx.Node, places: Mapping[fx.Node, Placement], results: list[tuple[Any, Any]]
+        self,
+        node: fx.Node,
+        places: Mapping[fx.Node, Placement],
+        candidate: Decision,
+        results: list[tuple[Any, Any]],
     ) -> None:
         """Raises Unplaced where a node changes the memory of its inputs in another way than it does
-        in the whole model."""
+        in the whole model, or that of a whole value of which it has a copy."""
+        own = {**places, **candidate.places}
         for source, whole in self.probe.run.after(node).items():
+            if source.op != "get_attr" and not is_split(places.get(source)):
+                raise Unplaced("it changes a whole value in place")
             for rank, (_, given) in enumerate(results):
-                expected = self.probe.part(whole, places.get(source), rank)
+                expected = self.probe.part(whole, own.get(source), rank)
                 if not _same(given[source], expected):
                     raise Unplaced("it changes a value in place")
 

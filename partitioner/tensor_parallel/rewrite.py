@@ -6,7 +6,8 @@ With one rank the new graph computes what the captured one does, bit for bit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +55,7 @@ class _Rewriter:
         self._graph = capture.graph
         self._layers: dict[str, Layer] = {}
         self._inputs: dict[Any, fx.Node] = {}
+        self._changes = _changes_before(self._graph, derivation.decisions)
         self._storage = max(
             (storage for node in self._graph.nodes for storage in node.meta["storages"]), default=0
         )
@@ -207,9 +209,11 @@ class _Rewriter:
     def _inserted(
         self, function: Callable[..., Any], source: fx.Node, further: tuple[Any, ...], node: fx.Node
     ) -> fx.Node:
-        """The call of a function of `source` in the module call around `node`, made once there."""
+        """The call of a function of `source` in the module call around `node`, made once there as
+        long as its memory is unchanged."""
         calls, regions = node.meta.get("calls", ()), node.meta.get("regions", ())
-        key = (function, source, further, tuple(calls), tuple(regions))
+        changes = self._changes[node, source]
+        key = (function, source, further, tuple(calls), tuple(regions), changes)
         if key not in self._inputs:
             with self._graph.inserting_before(node):
                 new = self._graph.call_function(function, (source, *further))
@@ -272,6 +276,20 @@ def _needs_gradient(node: fx.Node) -> bool:
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
     return any(isinstance(item, Tensor) and item.requires_grad for item in values)
+
+
+def _changes_before(
+    graph: fx.Graph, nodes: Collection[fx.Node]
+) -> dict[tuple[fx.Node, fx.Node], int]:
+    """How often the memory of each input of the nodes was changed before."""
+    of_storage: Counter[int] = Counter()
+    found: dict[tuple[fx.Node, fx.Node], int] = {}
+    for node in graph.nodes:
+        if node in nodes:
+            for source in node.all_input_nodes:
+                found[node, source] = sum(of_storage[each] for each in source.meta["storages"])
+        of_storage.update(node.meta["mutates"])
+    return found
 
 
 # --- the model ------------------------------------------------------------------------------

@@ -104,6 +104,24 @@ class Transposed(nn.Module):
         return torch.tanh(x @ self.up.t()) @ self.down.t()
 
 
+class Changed(nn.Module):
+    """Whole values that are taken in parts, and changed through a view or their base in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.norm, self.up = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.norm(self.whole(x)) + 1
+        view, heads = whole[:, 2:5], whole.view(-1, 4, 4)
+        y = (self.up(x) + whole).view(-1, 4, 4) + heads
+        view.zero_()
+        y = (y + heads).flatten(1) + whole
+        whole += 1
+        return self.down((y.view(-1, 4, 4) + heads).flatten(1))
+
+
 def split(
     folder: Path, model: nn.Module, inputs: dict[str, Any], size: int = 2, **options: Any
 ) -> str:
@@ -169,6 +187,11 @@ def test_weights_of_layers_that_are_read_and_not_called_are_split(tmp_path: Path
 def test_weights_that_are_transposed_follow_the_parts_that_they_meet(tmp_path: Path) -> None:
     split(tmp_path / "net", Transposed(), {"x": torch.randn(5, 8)})
     assert share(tmp_path / "net") == 1.0
+
+
+def test_a_part_of_a_whole_value_that_changes_is_taken_again(tmp_path: Path) -> None:
+    text = split(tmp_path / "net", Changed(), {"x": torch.randn(4, 8)})
+    assert text.count("part_of(heads, 1)") == 3
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
