@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from ..runtime.errors import PlanError
-from ..runtime.formatting import visible
+from ..runtime.formatting import visible, write_ms, write_share
 from ..runtime.plan.forecast import forecast_step
 from ..runtime.plan.plan import (
     Boundary,
@@ -23,6 +23,7 @@ from ..runtime.plan.setting import PlanSetting, RankSpec
 from ..runtime.plan.structure import described, names_in
 from .capture import Capture, IfTraining, Size
 from .graph.problem import StageLoad
+from .graph.tensor_sums import TensorSums
 from .planning.solve import Solution
 from .planning.step_time import has_replicas, is_simulated
 from .planning.transfers import (
@@ -38,11 +39,13 @@ from .stage_parts import in_rows, node_labels, stage_parts
 
 @dataclass(frozen=True, slots=True)
 class _Transfers:
-    """The tensors that cross, their times, and those of each stage's exchanges in a step."""
+    """The tensors that cross, their times, those of each stage's exchanges in a step, and the sums
+    over tensor ranks."""
 
     boundaries: Sequence[Boundary]
     communication: Communication
     exchange_ms: tuple[float, ...]
+    sums: TensorSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +67,21 @@ def assemble(
     solution: Solution,
     facts: PlanFacts,
     *,
+    sums: TensorSums | None = None,
     if_sent: Mapping[fx.Node, tuple[int, ...]] | None = None,
 ) -> Plan:
     """The plan of a captured model that was split according to `solution`, without hashes.
 
-    `if_sent` are the values that would cross without recomputation, with the stages that read them.
+    `sums` are those over tensor ranks, whose times the profile has. `if_sent` are the values that
+    would cross without recomputation, with the stages that read them.
     """
     tensors = [stage_tensors(capture, stage) for stage in stage_graphs]
     boundaries = _boundaries(capture, stage_graphs)
     all_sent = _if_sent(capture, stage_graphs, if_sent or {})
     outputs = _output_structure(capture.graph)
     shared = _shared_parameters(capture, tensors)
-    transfers = _transfers(capture, solution, boundaries, shared, profile.sizes)
-    values = _values(capture, stage_graphs, boundaries)
-    even = solution.even_split
-    notes = (*capture.notes, *_notes_of_loss(facts.criterion, outputs, values))
+    transfers = _transfers(capture, solution, boundaries, shared, profile.sizes, sums)
+    values, even = _values(capture, stage_graphs, boundaries), solution.even_split
     plan = Plan(
         name=facts.name,
         model=facts.model,
@@ -109,20 +112,36 @@ def assemble(
         weights=facts.weights,
         state_keys=tuple(capture.model.state_dict()),
         unused=unused_tensors(capture, stage_graphs),
-        notes=tuple(map(visible, notes)),
+        notes=_notes(capture, facts.criterion, outputs, values),
         mode="both" if False in capture.modes else "train",
         explanation=solution.explanation,
         candidates=solution.candidates,
         even_split=tuple((load.forward_ms, load.backward_ms) for load in even.stages),
         if_sent=all_sent if set(all_sent) != set(boundaries) else (),
     )
-    return plan if solution.setting.is_asynchronous else _with_written_step(plan, solution)
+    return _with_written_step(_with_share_of_sums(plan, transfers.sums), solution)
+
+
+def _with_share_of_sums(plan: Plan, sums: TensorSums) -> Plan:
+    """The plan with a sentence on the time of the slowest stage in which tensor ranks sum."""
+    stage = max(plan.stages, key=lambda stage: stage.load_ms)
+    work_ms = stage.forward_ms + stage.backward_ms
+    if not stage.tensor_sums_ms:
+        return plan
+    sentence = (
+        f"sums over {sums.ranks} tensor ranks take {write_ms(stage.tensor_sums_ms)} of the "
+        f"{write_ms(work_ms)} in which stage {stage.index} computes a micro-batch "
+        f"({write_share(stage.tensor_sums_ms / work_ms)})"
+    )
+    return replace(plan, explanation=(*plan.explanation, sentence))
 
 
 def _with_written_step(plan: Plan, solution: Solution) -> Plan:
     """The plan with the simulated step of its stages as generated: some stages recompute values
     instead of receiving them; the planner counts them as received."""
     placement = solution.placement
+    if solution.setting.is_asynchronous:
+        return plan
     is_trained = not placement.is_replicated or has_replicas(solution.problem, placement)
     if not is_simulated(solution.problem, placement) or not is_trained:
         return plan
@@ -154,6 +173,8 @@ def _stage(
     if not solution.setting.is_of_profile:
         costs = _on_device(costs, load)
     forward_ms = sum(cost.forward_ms for cost in costs)
+    sums_ms = [transfers.sums.times_ms(node.name) for node in stage.nodes]
+    again_ms = sum(ms for ms, _ in sums_ms) if load.recomputes else 0.0
     changes = tuple(name for name in tensors.parameters if name in capture.changed)
     return StageSpec(
         index=stage.index,
@@ -175,6 +196,7 @@ def _stage(
         receives=tuple(boundary for boundary in boundaries if stage.index in boundary.targets),
         memory=load.memory,
         summing_ms=load.summing_ms,
+        tensor_sums_ms=sum(map(sum, sums_ms)) + again_ms,
         unshared=load.unshared,
         in_flight=load.in_flight,
         load_ms=load.load_ms,
@@ -215,6 +237,7 @@ def _transfers(
     boundaries: Sequence[Boundary],
     shared: Iterable[SharedParameter],
     sizes: Mapping[str, int],
+    sums: TensorSums | None,
 ) -> _Transfers:
     problem, placement = solution.problem, solution.placement
     parameters = dict(capture.model.named_parameters(remove_duplicate=False))
@@ -228,6 +251,7 @@ def _transfers(
         boundaries,
         communication_of_boundaries(problem, placement, boundaries, sizes),
         exchanges_of_stages_ms(problem, placement, exchanged),
+        sums or TensorSums(),
     )
 
 
@@ -287,6 +311,14 @@ def _if_sent(
 
 
 # --- outputs and the loss -------------------------------------------------------------------
+
+
+def _notes(
+    capture: Capture, criterion: str | None, outputs: Any, values: Iterable[TensorSpec]
+) -> tuple[str, ...]:
+    """The remarks of the capture and about the loss."""
+    notes = (*capture.notes, *_notes_of_loss(criterion, outputs, values))
+    return tuple(map(visible, notes))
 
 
 def _notes_of_loss(

@@ -31,6 +31,7 @@ from .graph.build import with_copies
 from .graph.constraints import Demands, find_demands, groups_to_cut_before
 from .graph.costs import LOCALHOST
 from .graph.rematerialize import Prices, Recomputation
+from .graph.tensor_sums import TensorSums
 from .load_and_capture import capture_source, load
 from .models.load import ModelSource, given_source
 from .output import (
@@ -55,6 +56,7 @@ from .planning.options import PartitionOptions
 from .planning.planner import planner_for
 from .planning.signatures import options_for, shows_options
 from .planning.solve import solve
+from .planning.tensor_groups import link_of_sums
 from .profile.cache import threads_set
 from .profile.operation_costs import OnProgress
 from .profile.profiler import Profile, update_ms_per_byte
@@ -69,6 +71,7 @@ from .profiling import (
 from .report import render_report
 from .split.split import crossing_if_sent, homes_of
 from .tensor_parallel import SplitModel, split_over_ranks
+from .tensor_parallel.sums import sums_of
 from .verify import verify
 from .verify_parts import compared_text, verify_parts
 
@@ -296,6 +299,7 @@ def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planne
         [*(nodes for _, nodes in captured.demands.together), *captured.regions],
         update_ms_per_byte(profile, options.optimizer, cached=not options.no_cache),
         captured.cached,
+        sums=_sums(job, captured),
     ).predicted_for(job.cluster, options.dtype)
     graph = graphs.of(profile)
     solving: dict[str, Any] = {
@@ -319,9 +323,10 @@ def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planne
     plan = assemble(
         chosen.captured,
         chosen.stages,
-        with_copies(profile, chosen.captured),
+        with_copies(graphs.sums.in_profile(profile), chosen.captured),
         solution,
         _facts(job, len(chosen.stages)),
+        sums=graphs.sums,
         if_sent=crossing_if_sent(homes_of(chosen.captured.graph, chosen.placed)),
     )
     if wrong := contradiction(plan):
@@ -335,6 +340,15 @@ def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planne
     if options.explain:
         job.end_phase("explain", f"{len(plan.findings)} findings", "generate")
     return Planned(plan, chosen, captured.whole, folder, captured.graph_hash)
+
+
+def _sums(job: Compilation, captured: Captured) -> TensorSums:
+    """The sums over the tensor ranks of a stage, on the devices of the plan."""
+    ranks, capture = job.options.tensor_parallel, captured.capture
+    if ranks == 1:
+        return TensorSums()
+    sums = sums_of(capture, capture.arguments.tensors, ranks)
+    return TensorSums(ranks, link_of_sums(job.cluster, ranks), sums)
 
 
 def _facts(job: Compilation, stages: int) -> PlanFacts:

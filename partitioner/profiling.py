@@ -42,6 +42,7 @@ from .capture.model_state import is_on_meta, without_cache
 from .graph.build import build_graph, stage_of_nodes, with_copies
 from .graph.problem import Problem
 from .graph.rematerialize import Prices, Recomputation
+from .graph.tensor_sums import TensorSums
 from .planning.cluster import Cluster
 from .planning.infeasible import explained
 from .planning.options import PartitionOptions
@@ -96,6 +97,7 @@ class CostGraphs:
     cached: nodes whose results a cache has, so that their forward takes no time. A timed stage runs
         them: its time is shared out among all of its nodes.
     predicted: the graphs of other kinds of devices
+    sums: the sums over tensor ranks
     """
 
     capture: Capture
@@ -105,19 +107,24 @@ class CostGraphs:
     update_ms_per_byte: float
     cached: Collection[str] = ()
     predicted: Mapping[str, nx.DiGraph] = field(default_factory=dict)
+    sums: TensorSums = field(default_factory=TensorSums)
 
     def predicted_for(self, cluster: Cluster | None, dtype: str) -> CostGraphs:
         """A copy with a predicted graph for each kind of device of the cluster."""
         kinds = {device.kind for device in (cluster.devices if cluster else ()) if device.kind}
         inputs = self.capture.arguments.tensors
         predicted = {
-            kind: self.of(profile_analytic(self.capture, inputs, device_spec(kind), dtype=dtype))
+            kind: self._of(profile_analytic(self.capture, inputs, device_spec(kind), dtype=dtype))
             for kind in sorted(kinds)
         }
         return replace(self, predicted=predicted)
 
     def of(self, profile: Profile) -> nx.DiGraph:
-        graph = build_graph(
+        """The graph that is planned on: with all devices, and the sums over tensor ranks."""
+        return self.sums.added(with_times_on(self._of(profile), self.predicted))
+
+    def _of(self, profile: Profile) -> nx.DiGraph:
+        return build_graph(
             self.capture,
             profile.without_forward(self.cached),
             self.name,
@@ -125,7 +132,6 @@ class CostGraphs:
             together=self.together,
             update_ms_per_byte=self.update_ms_per_byte,
         )
-        return with_times_on(graph, self.predicted)
 
     def cut(self, planner: Planner, prices: Prices, profile: Profile) -> Cut:
         """The stages of the best plan for a profile."""

@@ -306,6 +306,10 @@ class _Node:
     transient_bytes: float = 0.0
     live_bytes: float = 0.0
     rotation_bytes: float = 0.0
+    forward_sums: float = 0.0
+    forward_sum_bytes: float = 0.0
+    backward_sums: float = 0.0
+    backward_sum_bytes: float = 0.0
     modules: tuple[str, ...] = ()
     block: str = ""
     label: str = ""

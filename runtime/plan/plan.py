@@ -166,6 +166,7 @@ class StageSpec:
     draws_numbers: it draws from Python's or NumPy's generator; `draws_random` is true as well
     changes, changes_trained: the parameters that forward writes to, and those with a gradient
     summing_ms: the time in which its replicas sum their gradients, once per step
+    tensor_sums_ms: the part of `forward_ms` and `backward_ms` in which tensor ranks sum
     unshared: its memory if its replicas shared out nothing; None where they do not (`zero`)
     """
 
@@ -201,6 +202,7 @@ class StageSpec:
     changes: tuple[str, ...] = ()
     changes_trained: tuple[str, ...] = ()
     summing_ms: float = 0.0
+    tensor_sums_ms: float = 0.0
     unshared: StageMemory | None = None
 
     @property
@@ -251,6 +253,7 @@ _USUAL: Mapping[str, Any] = MappingProxyType(
         "number": None,
         "trains": True,
         "summing_ms": 0.0,
+        "tensor_sums_ms": 0.0,
         "unshared": None,
         "zero": 0,
     }
