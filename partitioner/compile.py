@@ -56,7 +56,7 @@ from .planning.options import PartitionOptions
 from .planning.planner import planner_for
 from .planning.signatures import options_for, shows_options
 from .planning.solve import solve
-from .planning.tensor_groups import link_of_sums
+from .planning.tensor_groups import check_tensor_groups, link_of_sums
 from .profile.cache import threads_set
 from .profile.operation_costs import OnProgress
 from .profile.profiler import Profile, update_ms_per_byte
@@ -302,6 +302,7 @@ def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planne
         sums=_sums(job, captured),
     ).predicted_for(job.cluster, options.dtype)
     graph = graphs.of(profile)
+    check_tensor_groups(graph, job.cluster, options.tensor_parallel)
     solving: dict[str, Any] = {
         "method": options.method,
         "granularity": options.granularity,

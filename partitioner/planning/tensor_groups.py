@@ -1,79 +1,56 @@
-"""Devices -> groups of neighbors on one host, which run the stages of tensor ranks together."""
+"""Devices on hosts -> the neighbors that run a stage together as its tensor ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations
+
+import networkx as nx
 
 from ...runtime.errors import PlanError
-from ...runtime.formatting import counted
+from ...runtime.formatting import counted, write_ms
 from ..graph.costs import LOCALHOST, Link, slowest_link
 from .cluster import Cluster
 
 
-def tensor_groups(cluster: Cluster, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The devices of each group of `ranks` neighbors on one host, by their numbers; devices that
-    are left over on a host have none."""
-    return tuple(
-        group
-        for host in cluster.hosts
-        for group in _in_row(_devices_of(cluster, host), ranks)
-        if len(group) == ranks
-    )
-
-
-def check_tensor_groups(cluster: Cluster, ranks: int) -> None:
-    """Raises PlanError where no host has so many devices."""
-    if ranks > 1 and not tensor_groups(cluster, ranks):
-        most = max(len(_devices_of(cluster, host)) for host in cluster.hosts)
-        raise PlanError(
-            f"--tensor-parallel {ranks} is more than the {counted(most, 'device')} of a host, and "
-            "sums over tensor ranks are too slow between hosts.",
-            f"--tensor-parallel {most}" if most > 1 else "Leave --tensor-parallel out.",
-        )
-
-
 def link_of_sums(cluster: Cluster | None, ranks: int) -> Link:
-    """The link over which tensor ranks sum: the slowest between neighbors of a group."""
+    """The link over which tensor ranks sum: the slowest between any two of a group, or between any
+    two devices where no host has so many. Without a cluster it is that of this machine."""
     if cluster is None:
         return LOCALHOST
-    links = [
-        cluster.link(*pair) for group in tensor_groups(cluster, ranks) for pair in pairwise(group)
-    ]
+    groups = _groups(cluster, ranks) or [tuple(range(len(cluster.devices)))]
+    links = [cluster.link(*pair) for group in groups for pair in combinations(group, 2)]
     return slowest_link(links or [LOCALHOST])
 
 
-def grouped(cluster: Cluster, ranks: int) -> Cluster:
-    """A cluster with a device for each tensor group: as slow as its slowest device, and with the
-    smallest memory. Groups are joined by the links of their first devices."""
-    if ranks == 1:
-        return cluster
-    groups = tensor_groups(cluster, ranks)
-    members = [[cluster.devices[index] for index in group] for group in groups]
-    first = {group[0]: number for number, group in enumerate(groups)}
-    return replace(
-        cluster,
-        devices=tuple(
-            replace(
-                min(group, key=lambda device: device.speed),
-                memory_bytes=min(device.memory_bytes for device in group),
-            )
-            for group in members
-        ),
-        pairs={
-            (first[one], first[other]): link
-            for (one, other), link in cluster.pairs.items()
-            if one in first and other in first
-        },
+def check_tensor_groups(graph: nx.DiGraph, cluster: Cluster | None, ranks: int) -> None:
+    """Raises PlanError, with the predicted cost, where tensor ranks would be on several hosts.
+    `graph` has the sums of its nodes over the link between them."""
+    if cluster is None or ranks == 1 or _groups(cluster, ranks):
+        return
+    most = max(map(len, _devices_of_hosts(cluster)))
+    nodes = graph.nodes.values()
+    sums_ms = sum(sum(node.get("sums_ms", (0.0, 0.0))) for node in nodes)
+    whole_ms = sum(node["forward_ms"] + node["backward_ms"] for node in nodes)
+    raise PlanError(
+        f"--tensor-parallel {ranks} needs as many devices on a host, but the most are "
+        f"{counted(most, 'device')}: over the link between hosts sums would take "
+        f"{write_ms(sums_ms)} of the {write_ms(whole_ms)} of a micro-batch.",
+        f"--tensor-parallel {most}" if most > 1 else "Leave --tensor-parallel out.",
     )
 
 
-def _devices_of(cluster: Cluster, host: str) -> list[int]:
-    return [index for index, device in enumerate(cluster.devices) if device.host == host]
+def _groups(cluster: Cluster, ranks: int) -> list[tuple[int, ...]]:
+    """The devices of each group of neighbors on a host, by their numbers; those that are left over
+    on a host have none."""
+    return [
+        tuple(devices[first : first + ranks])
+        for devices in _devices_of_hosts(cluster)
+        for first in range(0, len(devices) - ranks + 1, ranks)
+    ]
 
 
-def _in_row(devices: list[int], size: int) -> Iterator[tuple[int, ...]]:
-    """The devices in order, so many at a time."""
-    for start in range(0, len(devices), size):
-        yield tuple(devices[start : start + size])
+def _devices_of_hosts(cluster: Cluster) -> list[list[int]]:
+    return [
+        [index for index, device in enumerate(cluster.devices) if device.host == host]
+        for host in cluster.hosts
+    ]

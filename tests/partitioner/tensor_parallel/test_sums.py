@@ -15,8 +15,11 @@ from asyncpipe.partitioner.graph.costs import LOCALHOST, Link
 from asyncpipe.partitioner.graph.formats import read_graph, write_graph
 from asyncpipe.partitioner.graph.tensor_sums import with_sums
 from asyncpipe.partitioner.models.load import load_model
+from asyncpipe.partitioner.planning.cluster import NETWORK, cluster_of_hosts
+from asyncpipe.partitioner.planning.tensor_groups import check_tensor_groups, link_of_sums
 from asyncpipe.partitioner.tensor_parallel import split_over_ranks
 from asyncpipe.partitioner.tensor_parallel.sums import sums_of
+from asyncpipe.runtime.errors import PlanError
 
 WIDTH, SAMPLES, LAYERS = 64, 25, 2
 SUM_BYTES = 4 * SAMPLES * WIDTH
@@ -110,3 +113,19 @@ def test_predicted_times_have_the_sums(tmp_path: Path) -> None:
     assert sum(part.forward_ms for part in stage.parts) == pytest.approx(stage.forward_ms)
     assert stage.load_ms == pytest.approx(stage.forward_ms + stage.backward_ms)
     assert any("sums over 2 tensor ranks take" in line for line in plan.explanation)
+
+
+def test_tensor_ranks_on_several_hosts_are_refused_with_their_cost() -> None:
+    graph = nx.DiGraph()
+    sums = {"forward_sums": 1, "forward_sum_bytes": 1.1e9}
+    graph.add_node("a", forward_ms=400.0, backward_ms=600.0, **sums)
+    cluster = cluster_of_hosts("a:2,b:2")
+    link = link_of_sums(cluster, 4)
+    assert link.bytes_per_s == NETWORK.bytes_per_s
+    with pytest.raises(PlanError) as error:
+        check_tensor_groups(with_sums(graph, 4, link), cluster, 4)
+    assert "the most are 2 devices" in str(error.value)
+    assert "sums would take 1,501 ms of the 2,501 ms of a micro-batch" in str(error.value)
+    assert "--tensor-parallel 2" in str(error.value)
+    check_tensor_groups(graph, cluster, 2)
+    assert link_of_sums(cluster, 2).bytes_per_s == LOCALHOST.bytes_per_s
