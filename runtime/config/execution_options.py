@@ -207,6 +207,7 @@ class ExecutionOptions:
         Whole(1, 2**12, 1),
         "Threads of each rank. [default: an equal share of the cores]",
         on_resume="ignored",
+        compared=True,
     )
     pin: str = _computes(
         "cores",

@@ -31,25 +31,50 @@ SWEEP = "sweep"
 def read_config(path: str | Path) -> dict[str, Any]:
     """Reads options from a TOML file and checks the name and type of each.
 
-    A value of `"???"` is required from a flag. Raises SettingsError for a missing or damaged file,
-    an unknown option or a wrong type.
+    The file's own options replace those of the files that it names as its `base`. A value of
+    `"???"` is required from a flag. Raises SettingsError for a missing or damaged file, an unknown
+    option or a wrong type.
     """
-    raw = read_toml(path)
-    return {
-        name: checked(name, value, str(path)) if value != TO_BE_GIVEN else value
-        for name, value in raw.items()
-        if name != SWEEP
-    }
+    options: dict[str, Any] = {}
+    for file, content in read_layers(path):
+        own = {
+            name: checked(name, value, str(file)) if value != TO_BE_GIVEN else value
+            for name, value in content.items()
+            if name != SWEEP
+        }
+        options = merged(options, own)
+    return options
 
 
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """The content of the file of `--config`. Raises SettingsError if it is missing or damaged."""
-    path = Path(path)
+def read_layers(path: str | Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The file of `--config` after the files that it extends, each with its content without `base`.
+
+    Raises SettingsError if one is missing, damaged or extends itself.
+    """
+    return _layers(Path(path), ())
+
+
+def _layers(path: Path, below: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
+    """The layers of a file that the files `below` extend."""
+    said = f"base of {below[-1]}" if below else "--config"
     if not path.is_file():
-        raise SettingsError(f"--config {path}: there is no such file.")
+        raise SettingsError(f"{said} {path}: there is no such file.")
+    if any(path.samefile(other) for other in below):
+        raise SettingsError(
+            f"{said} {path}: the file extends itself.", f"Leave {path.name} out of one base."
+        )
     origin = Origin(str(path), SettingsError)
-    return parse_toml(read_text(path, origin), origin)
+    content = parse_toml(read_text(path, origin), origin)
+    bases = content.pop(BASE, [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise SettingsError(f"{path}: base is not a list of files.", 'base = ["common.toml"]')
+    layers = [layer for base in bases for layer in _layers(path.parent / base, (*below, path))]
+    return [*layers, (path, content)]
 
+
+BASE = "base"
+"""The key of a TOML file with the files that it extends, relative to its folder; later ones win."""
 
 _LENGTHS = ("steps", "samples", "epochs")
 """The options that give the length of a run, each in place of the others."""

@@ -156,7 +156,7 @@ def ran_out_of_memory(error: str) -> bool:
 
 
 _BATCH, _MEMORY, _RATE = "batch", "memory of a rank", "throughput"
-_LEAVE_OUT = {"time": 2, "train loss": 1}
+_LEAVE_OUT = {"time": 4, "train loss": 3, _MEMORY: 2, _RATE: 1}
 _LIKE = 1.1
 """Amounts of memory that differ by less are called equal."""
 
@@ -167,10 +167,10 @@ def tables_of(runs: Sequence[SweptRun]) -> list[Table]:
 
 
 def sweep_table(runs: Sequence[SweptRun]) -> Table:
-    """The options that differ, then the results; the lowest loss first. Strategies also have the
-    samples of a step, the memory of the fullest rank and the throughput."""
+    """The options that differ, the memory of the fullest rank and the throughput, then the results;
+    the lowest loss first. Strategies also have the samples of a step."""
     accuracy = ("accuracy",) if any(run.accuracy is not None for run in runs) else ()
-    measured = (_BATCH, _MEMORY, _RATE) if _is_strategies(runs) else ()
+    measured = (*([_BATCH] if _is_strategies(runs) else []), _MEMORY, _RATE)
     names = (*runs[0].values, *measured, "loss", *accuracy, "train loss", "time")
     return Table(
         (*(_column(name) for name in names), Column("", "text")),

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -85,8 +86,19 @@ def train_alone(settings: Settings, folder: Path, code: Mapping[str, str] | None
     alone = replace(settings, tensor_parallel=1)
     if settings.is_async:
         alone = replace(alone, ranks=1, replicas=1)
-    with drawing_from(settings.seed, "run"), readers_end():
+    with _threads(settings.threads), drawing_from(settings.seed, "run"), readers_end():
         return _Trial(make_job(alone, folder, code)).train()
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Inside, torch computes with so many threads; None: as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Trial:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..config.option_files import SWEEP, checked, read_toml
+from ..config.option_files import SWEEP, checked, read_layers
 from ..config.settings import Settings, SettingsError
 from ..distributed.cpu_affinity import Cpus, Topology, share_cores
 from ..known_names import TRAIN
@@ -81,12 +81,19 @@ def lists_of_file(path: Path) -> dict[str, tuple[Any, ...]]:
 
     Raises SettingsError as `lists_from_texts` does.
     """
-    table = read_toml(path).get(SWEEP, {})
+    return {
+        name: values
+        for file, content in read_layers(path)
+        for name, values in _lists_in(content.get(SWEEP, {}), file)
+    }
+
+
+def _lists_in(table: Any, path: Path) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The lists of the table of one file."""
     if not isinstance(table, dict):
         raise SettingsError(
             f"{path}: sweep is not a table.", "[sweep] and below it lr = [1e-3, 3e-3]"
         )
-    lists = {}
     for name, values in table.items():
         place = f"{path}: [sweep]"
         _check_name(name, place)
@@ -94,8 +101,7 @@ def lists_of_file(path: Path) -> dict[str, tuple[Any, ...]]:
             raise SettingsError(
                 f"{place} {name} = {values!r} is not a list of values.", f"{name} = [.., ..]"
             )
-        lists[name] = _distinct([checked(name, value, place) for value in values], place)
-    return lists
+        yield name, _distinct([checked(name, value, place) for value in values], place)
 
 
 def variants(lists: Mapping[str, Sequence[Any]]) -> list[Values]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from asyncpipe.runtime.config.settings import Settings, SettingsError
 from asyncpipe.runtime.distributed.process_groups import stay_alone
@@ -79,6 +80,17 @@ def test_a_run_ends_at_the_loss_of_asyncpipe_train_however_often_it_is_evaluated
     assert often.last == train_alone(settings, tmp_path).last
     assert len(set(often.evaluated)) == 6
     assert math.isclose(train_alone(settings, tmp_path).trained[0], sum(often.trained) / 6)
+
+
+def test_a_run_computes_with_the_threads_that_were_asked_for(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    before = torch.get_num_threads()
+    for threads in (3, None):
+        train_alone(settings_of(folders, threads=threads, steps=1), tmp_path)
+    assert asked == [3, before, before, before]
 
 
 def test_tied_weights_of_late_stages_are_evaluated_in_flight(folders: Path, tmp_path: Path) -> None:

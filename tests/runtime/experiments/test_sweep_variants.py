@@ -14,6 +14,7 @@ from asyncpipe.runtime.config.settings import SettingsError
 from asyncpipe.runtime.distributed.cpu_affinity import Core, Topology
 from asyncpipe.runtime.errors import DataError
 from asyncpipe.runtime.experiments.swept_runs import (
+    Figures,
     SweptRun,
     read_record,
     sweep_table,
@@ -132,24 +133,27 @@ def test_runs_at_once_have_gpus_of_their_own() -> None:
         share_machine(4, cores(2), gpus=["0", "2", "GPU-3"])
 
 
+SIZED = Figures(8, 326.0, "samples/s", 3 << 20)
 RUNS = (
     SweptRun("lr=0.1", {"lr": 0.1}, "a", "finished", 2.5, 2.25, None, 10.0),
     SweptRun("lr=0.2", {"lr": 0.2}, "b", "failed", error="loss is nan | at step 3"),
-    SweptRun("lr=0.3", {"lr": 0.3}, "c", "finished", 1.5, 1.25, None, 11.0),
+    SweptRun("lr=0.3", {"lr": 0.3}, "c", "finished", 1.5, 1.25, None, 11.0, figures=SIZED),
 )
 
 
 def test_the_table_has_the_best_first_and_what_failed_last() -> None:
     table = sweep_table(RUNS)
-    assert [column.heading for column in table.columns] == ["lr", "loss", "train loss", "time", ""]
+    measured = ["memory of a rank", "throughput"]
+    headings = ["lr", *measured, "loss", "train loss", "time", ""]
+    assert [column.heading for column in table.columns] == headings
     assert table.rows == (
-        ("0.3", "1.5000", "1.2500", "11.0 s", ""),
-        ("0.1", "2.5000", "2.2500", "10.0 s", ""),
-        ("0.2", "", "", "", "failed: loss is nan | at step 3"),
+        ("0.3", "3.0 MiB", "326 samples/s", "1.5000", "1.2500", "11.0 s", ""),
+        ("0.1", "", "", "2.5000", "2.2500", "10.0 s", ""),
+        ("0.2", "", "", "", "", "", "failed: loss is nan | at step 3"),
     )
     lines = table.to_markdown().splitlines()
-    assert {line.replace("\\|", "").count("|") for line in lines} == {6}
-    assert lines[1] == "|" + " ---: |" * 4 + " --- |"
+    assert {line.replace("\\|", "").count("|") for line in lines} == {8}
+    assert lines[1] == "|" + " ---: |" * 6 + " --- |"
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from asyncpipe.runtime.config.resolve import (
 from asyncpipe.runtime.config.settings import RunConfig, Settings, SettingsError
 from asyncpipe.runtime.distributed.placement import replicas_warning
 from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.experiments.variants import lists_of_file
 from asyncpipe.runtime.options import options_of
 from asyncpipe.runtime.plan.plan import Plan, TensorSpec
 from asyncpipe.runtime.schedule.builders import make_schedule
@@ -94,6 +95,37 @@ def test_a_wrong_config_is_named(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "bad.toml").write_text(text)
     with pytest.raises(SettingsError, match=words):
         read_config(tmp_path / "bad.toml")
+
+
+def test_a_config_that_extends_others_equals_the_flat_one(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "common.toml").write_text("folder = 'x'\nlr = 0.1\nsteps = 9\nseed = 1")
+    (tmp_path / "more" / "stale.toml").write_text(
+        "base = '../common.toml'\nstaleness = 'none'\nlr = 0.2\n[sweep]\nseed = [1, 2]"
+    )
+    (tmp_path / "top.toml").write_text(
+        "base = ['common.toml', 'more/stale.toml']\nepochs = 2\n[sweep]\nlr = [0.1, 0.3]"
+    )
+    flat = {"folder": "x", "lr": 0.2, "seed": 1, "staleness": "none", "epochs": 2.0}
+    assert read_config(tmp_path / "top.toml") == flat
+    assert lists_of_file(tmp_path / "top.toml") == {"seed": (1, 2), "lr": (0.1, 0.3)}
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        ("'b.toml'", r"base of .*b.toml .*a.toml: the file extends itself"),
+        ("['c.toml']", r"base of .*a.toml .*c.toml: there is no such file"),
+        ("7", r"a.toml: base is not a list of files"),
+        ("'bad.toml'", r"bad.toml: steps = \"many\" is not a whole number"),
+    ],
+)
+def test_a_wrong_base_of_a_config_is_named(tmp_path: Path, base: str, words: str) -> None:
+    (tmp_path / "a.toml").write_text(f"base = {base}")
+    (tmp_path / "b.toml").write_text("base = 'a.toml'")
+    (tmp_path / "bad.toml").write_text("steps = 'many'")
+    with pytest.raises(SettingsError, match=words):
+        read_config(tmp_path / "a.toml")
 
 
 def test_a_config_that_is_not_there_is_named(tmp_path: Path) -> None:
