@@ -25,7 +25,7 @@ import asyncpipe
 from asyncpipe.commands.in_python import RunResult
 from asyncpipe.runtime.errors import AsyncPipeError, root_of
 
-LEAST_ROW_S = 20.0
+LEAST_ROW_S = 60.0
 
 
 class Refuted(Exception):
@@ -62,7 +62,7 @@ class Work:
     def row(self, name: str) -> Iterator[dict[str, Any]]:
         """One row of the part's table; an error in it becomes its cause, and the part continues.
 
-        A row has at most half of the time that its part has left.
+        A row has at most half of the time that its part has left, or a minute.
         """
         row: dict[str, Any] = {"row": name}
         print(f"# {name}", flush=True)

@@ -89,7 +89,7 @@ def test_a_run_computes_with_the_threads_that_were_asked_for(
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     before = torch.get_num_threads()
     for threads in (3, None):
-        train_alone(settings_of(folders, threads=threads, steps=1), tmp_path)
+        train_alone(settings_of(folders, schedule="single", threads=threads, steps=1), tmp_path)
     assert asked == [3, before, before, before]
 
 
