@@ -31,12 +31,13 @@ from ..graph.rank_model import RankConfig
 from ..solvers import METHODS, SUPPORTS_CUTS, SUPPORTS_RANKS
 from .cluster import make_setting
 from .compare_methods import or_all
+from .empty_stages import without_empty_stages
 from .infeasible import NothingFits
 from .interleaved import on_ranks, place_several, rank_bound_ms, rank_of_stage_in, several_bound_ms
 from .keywords import PlanConfig
 from .makespan import bottleneck_bound_ms, shortest_step, step_bound_ms
 from .options import PREFER_MODULES, check_options
-from .step_time import Step
+from .step_time import Step, step_of
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,9 @@ def _one_a_rank(problem: Problem, demanding: Problem, method: str) -> _Result:
         raise NothingFits(demanding, method) from error
     bound_ms = step_bound_ms(problem, free)
     step = shortest_step(demanding, placement, place, bound_ms)
+    step = without_empty_stages(
+        demanding, step, lambda stage_of: step_of(demanding, Placement(tuple(stage_of)))
+    )
     if not step.evaluation.fits:
         raise NothingFits(demanding, method)
     return _Result(

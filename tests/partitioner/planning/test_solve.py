@@ -227,3 +227,28 @@ def test_two_thousand_groups_take_well_under_a_second():
     solution = solve(graph, stages=8, link=Link(0.01, 1e6))
     assert solution.seconds < 2
     assert solution.bottleneck_ms < 1.05 * solution.lower_bound_ms
+
+
+def layers(*work: float) -> nx.DiGraph:
+    """A chain of layers with parameters, each followed by an activation without any."""
+    graph = chain_graph(*(ms for each in work for ms in (each, 0.5)))
+    for index in range(0, len(graph), 2):
+        graph.nodes[f"n{index}"]["param_bytes"] = 4
+    return graph
+
+
+@pytest.mark.parametrize("schedule", ["async-1f1b", "1f1b"])
+def test_among_equal_plans_every_stage_has_parameters(schedule: str) -> None:
+    for work in ((30, 3, 2, 1), (1, 2, 3, 30), (2, 30, 1, 3)):
+        solution = solve(layers(*work), stages=4, schedule=schedule)
+        stages = [solution.stage_of[f"n{index}"] for index in (0, 2, 4, 6)]
+        assert stages == [0, 1, 2, 3], (work, solution.stage_of)
+        assert solution.bottleneck_ms <= 30.5
+
+
+def test_a_better_plan_keeps_its_stage_without_parameters() -> None:
+    graph = chain_graph(5, 5, 5, 5)
+    graph.nodes["n0"]["param_bytes"] = graph.nodes["n1"]["param_bytes"] = 4
+    graph.nodes["n3"]["param_bytes"] = 4
+    solution = solve(graph, stages=4)
+    assert solution.bottleneck_ms == 5 and solution.optimal
