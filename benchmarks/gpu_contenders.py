@@ -70,6 +70,8 @@ def run(contender: Contender) -> dict[str, Any]:
             step()
         peers.finish(device)
         taken.append(1e3 * (time.perf_counter() - start_s) / setting.steps)
+    if dist.is_initialized():
+        dist.barrier()  # a process that ends takes its last messages with it
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()

@@ -42,8 +42,6 @@ class RankFigures:
     """One rank's metrics of one step; NaN where unknown.
 
     loss: its replica's part of the step's loss.
-    squared_norm: squared norm of the gradients of the rank's stages; tied parameters count at their
-        owner, and all count at the first of several replicas.
     optimizer_s: seconds in optimizers, without time in which other processes had its core.
     mem_bytes, base_bytes: peak memory, and the part of it from before the rank's stages were
         loaded.
@@ -52,20 +50,21 @@ class RankFigures:
     passages: the backwards of the step's micro-batches at the rank's stages.
     delays, worst_delay: the sum and the maximum of their delays by the ledger.
     unexpected: those at other versions than the closed form of the schedule gives.
-    gap_squared, weights_squared: sums over the same passages, where measured: of the squared norms
-        of the difference between a forward's weights and the live ones, and of the live ones.
     waiting_s, sending_s, data_s, overhead_s, exchange_s, writing_s: idle seconds since its last
         step, by reason.
     summed: the elements of its gradients that were summed over replicas; 0 on all but the first of
         several replicas.
     asked, hits, taken_bytes: the figures of a cache since its last step, as in CACHE_FIGURES.
     sent: the bytes that it sent since its last step, by purpose as in PURPOSES.
+    squares: for each stage the squared norm of its gradients; tied parameters count at their owner,
+        and all count at the first of several replicas.
+    gaps, weights: for each stage sums over the same passages, where measured: of the squared norms
+        of the difference between a forward's weights and the live ones, and of the live ones.
     stage_s: seconds since its last step in actions of each kind and stage, by kind as in COMPUTING.
     """
 
     step: float
     loss: float = math.nan
-    squared_norm: float = math.nan
     optimizer_s: float = 0.0
     mem_bytes: float = 0.0
     base_bytes: float = 0.0
@@ -75,8 +74,6 @@ class RankFigures:
     delays: float = 0.0
     worst_delay: float = 0.0
     unexpected: float = 0.0
-    gap_squared: float = 0.0
-    weights_squared: float = 0.0
     waiting_s: float = 0.0
     sending_s: float = 0.0
     data_s: float = 0.0
@@ -88,6 +85,9 @@ class RankFigures:
     hits: float = 0.0
     taken_bytes: float = 0.0
     sent: tuple[float, ...] = (0.0,) * len(PURPOSES)
+    squares: tuple[float, ...] = ()
+    gaps: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
     stage_s: tuple[float, ...] = ()
 
     @property
@@ -109,24 +109,36 @@ class RankFigures:
         return replace(self, asked=asked, hits=hits, taken_bytes=taken_bytes)
 
     def to_list(self) -> list[float]:
-        return [*astuple(self)[:_NAMED], *self.sent, *self.stage_s]
+        numbers = astuple(self)[:_NAMED]
+        return [*numbers, *self.sent, *self.squares, *self.gaps, *self.weights, *self.stage_s]
 
     @classmethod
     def of_list(cls, values: Sequence[Any]) -> RankFigures:
         """The inverse of `to_list`."""
         end = _NAMED + len(PURPOSES)
-        own = cls(*values[:_NAMED])
-        return replace(own, sent=tuple(values[_NAMED:end]), stage_s=tuple(values[end:]))
+        stages = (len(values) - end) // _OF_STAGES
+        of_stages = [tuple(values[at : at + stages]) for at in range(end, end + 3 * stages, stages)]
+        squares, gaps, weights = of_stages if stages else ((), (), ())
+        return replace(
+            cls(*values[:_NAMED]),
+            sent=tuple(values[_NAMED:end]),
+            squares=squares,
+            gaps=gaps,
+            weights=weights,
+            stage_s=tuple(values[end + 3 * stages :]),
+        )
 
 
-_NAMED = len(fields(RankFigures)) - 2
+_NAMED = len(fields(RankFigures)) - 5
 """The number of fields that are one number."""
+_OF_STAGES = 3 + len(COMPUTING)
+"""The numbers of each stage."""
 
 _THE_END = RankFigures(step=-1)
 """Sent in place of a step's metrics by a rank that makes no more steps."""
 
 
-def figures_of(spent: Spent, sent: Mapping[str, int], stages: int, **known: float) -> RankFigures:
+def figures_of(spent: Spent, sent: Mapping[str, int], stages: int, **known: Any) -> RankFigures:
     """The metrics of a step with these times and bytes."""
 
     def of(kind: Kind) -> float:
@@ -146,16 +158,20 @@ def figures_of(spent: Spent, sent: Mapping[str, int], stages: int, **known: floa
 
 
 def lateness(
-    passages: Sequence[LedgerEntry], gaps: Sequence[Gap], expected: Delays
-) -> dict[str, float]:
-    """The metrics of a step about late gradients, by their names in RankFigures."""
+    passages: Sequence[LedgerEntry], gaps: Mapping[int, Sequence[Gap]], expected: Delays
+) -> dict[str, Any]:
+    """The metrics of a step about late gradients, by their names in RankFigures.
+
+    gaps: those of each stage.
+    """
+    stages = range(len(expected.ahead))
     return {
         "passages": len(passages),
         "delays": sum(entry.delay for entry in passages),
         "worst_delay": max((entry.delay for entry in passages), default=0),
         "unexpected": sum(not expected.has(*astuple(entry)) for entry in passages),
-        "gap_squared": sum(float(gap.difference) for gap in gaps),
-        "weights_squared": sum(float(gap.live) for gap in gaps),
+        "gaps": tuple(sum(float(gap.difference) for gap in gaps.get(j, ())) for j in stages),
+        "weights": tuple(sum(float(gap.live) for gap in gaps.get(j, ())) for j in stages),
     }
 
 
@@ -164,7 +180,7 @@ class Gather:
 
     def __init__(self, world: World, stages: int) -> None:
         self._world = world
-        self._numbers = _NAMED + len(PURPOSES) + len(COMPUTING) * stages
+        self._numbers = _NAMED + len(PURPOSES) + _OF_STAGES * stages
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
         self._receiver: threading.Thread | None = None
         self._own: queue.SimpleQueue[RankFigures] = queue.SimpleQueue()

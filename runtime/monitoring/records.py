@@ -97,6 +97,8 @@ class StepRecord:
     gap: the norm of the difference between the weights of the forward and the live weights of the
         backward, relative to the live ones (root mean squares over micro-batches and stages, from a
         part of the weights).
+    grad_norm_by_stage: the norms of the gradients of each stage, of which grad_norm is the norm.
+    gap_by_stage: the gap of each stage alone.
     mem_bytes_by_rank: the peak memory of each rank so far.
     base_bytes_by_rank: the part of it from before its stages were loaded.
     action_ms: milliseconds of one action of a kind (F, B, W, and S for the optimizer step) at each
@@ -136,6 +138,8 @@ class StepRecord:
     delay_mean: float | None = None
     delay_max: int | None = None
     gap: float | None = None
+    grad_norm_by_stage: tuple[float, ...] = ()
+    gap_by_stage: tuple[float, ...] = ()
     mem_bytes_by_rank: tuple[int, ...] = ()
     base_bytes_by_rank: tuple[int, ...] = ()
     action_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -167,7 +171,8 @@ class StepRecord:
             record = {name: record[name] for name in record if not name.startswith("exchange")}
         if frozen := record.pop("frozen"):
             record["frozen_blocks"], _ = frozen
-        for name in ("sent_bytes", "block_norms", "block_distances"):
+        by_stage = "grad_norm_by_stage", "gap_by_stage"
+        for name in ("sent_bytes", *by_stage, "block_norms", "block_distances"):
             if not record[name]:
                 del record[name]
         if self.epoch_per_s is None:

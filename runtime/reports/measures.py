@@ -300,6 +300,8 @@ _TITLES = {
     "delay_mean": "Mean delay of the weights in steps",
     "delay_max": "Largest delay of the weights in steps",
     "gap": "Gap: relative change of the weights from forward to backward",
+    "grad_norm_by_stage": "Gradient norms, of each stage",
+    "gap_by_stage": "Gaps, of each stage",
     "passages": "Backward passes",
     "unexpected": "Backward passes with an unexpected weight version",
     "accuracy": "Accuracy",

@@ -103,7 +103,7 @@ class OptimizerStepper(SummingObserver):
         self._set_batch(StepBatch.of(config), 0)
         self._losses: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
         self._passages: dict[int, list[LedgerEntry]] = defaultdict(list)
-        self._gaps: dict[int, list[Gap]] = defaultdict(list)
+        self._gaps: dict[int, dict[int, list[Gap]]] = defaultdict(lambda: defaultdict(list))
         self._delays = Delays((0,) * self._stages, 1)
         self.is_synchronous = not config.is_async
         # By step, as one asynchronous stage may be some steps ahead of another.
@@ -255,7 +255,7 @@ class OptimizerStepper(SummingObserver):
         return self._config.is_async and self._config.is_logged(version)
 
     def on_gap(self, stage: int, version: int, gap: Gap) -> None:
-        self._gaps[version].append(gap)
+        self._gaps[version][stage].append(gap)
 
     def on_gradients(self, stage: int, version: int) -> None:
         super().on_gradients(stage, version)
@@ -414,7 +414,9 @@ class OptimizerStepper(SummingObserver):
         if is_known and not self._config.clip:
             self._finite.note_norm(version, math.sqrt(sum(map(float, own_squares.values()))))
         # Replicas have the same gradients; the first one reports their squares.
-        squares = map(float, own_squares.values()) if self._world.copy == 0 else ()
+        squares = dict.fromkeys(self._modules, 0.0 if is_known else math.nan)
+        if is_known and self._world.copy == 0:
+            squares |= {stage: float(square) for stage, square in own_squares.items()}
         with self.activities.during(Activity("other", "reports a step to rank 0")):
             figures = figures_of(
                 spent,
@@ -422,13 +424,13 @@ class OptimizerStepper(SummingObserver):
                 self._stages,
                 step=version,
                 loss=self._finite.loss * self._part if losses else math.nan,
-                squared_norm=sum(squares, 0.0) if is_known else math.nan,
+                squares=tuple(squares.get(stage, 0.0) for stage in range(self._stages)),
                 optimizer_s=self._optimizer_s,
                 mem_bytes=peak_memory_bytes(self._world.machine.device),
                 base_bytes=self._base_bytes,
                 loss_scale=self.loss_scale,
                 skipped=self._scale.skipped if self._scale else 0,
-                **lateness(met, self._gaps.pop(version, []), self._delays),
+                **lateness(met, self._gaps.pop(version, {}), self._delays),
                 summed=summed.elements if self._world.copy == 0 else 0,
             )
             self._report(figures)

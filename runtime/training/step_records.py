@@ -160,7 +160,10 @@ class Watch:
         config = self._config
         late = _with_delays(StalenessSummary(), figures) if config.is_async else None
         losses = [rank.loss for rank in figures if not math.isnan(rank.loss)]
-        squares = [rank.squared_norm for rank in figures]
+        squares, gaps, weights = (
+            _by_stage(figures, name) for name in ("squares", "gaps", "weights")
+        )
+        is_known = not any(map(math.isnan, squares))
         walls = [max(rank.wall_s for rank in ranks) for ranks in self._interval]
         wall_s = max(sum(walls), 1e-9)
         samples = [self._batch.position(at) for at in (step - len(walls), step)]
@@ -170,7 +173,8 @@ class Watch:
             steps=config.steps,
             loss=sum(losses) if losses else math.nan,
             lr=config.lr * self.lr_factor * self._factor(step - 1),
-            grad_norm=None if any(map(math.isnan, squares)) else math.sqrt(sum(squares)),
+            grad_norm=math.sqrt(sum(squares)) if is_known else None,
+            grad_norm_by_stage=tuple(map(math.sqrt, squares)) if is_known else (),
             rate=self._per_sample * (samples[1] - samples[0]) / wall_s,
             unit=self._unit,
             idle=tuple(self._share_of(rank, "idle_s") for rank in range(len(figures))),
@@ -195,7 +199,8 @@ class Watch:
             skipped=int(figures[0].skipped),
             delay_mean=round(late.delay_mean, 4) if late else None,
             delay_max=late.delay_max if late else None,
-            gap=_gap(figures) if late else None,
+            gap=_relative(sum(gaps), sum(weights)) if late else None,
+            gap_by_stage=tuple(map(_relative, gaps, weights)) if late and any(weights) else (),
             mem_bytes_by_rank=tuple(int(rank.mem_bytes) for rank in figures),
             base_bytes_by_rank=tuple(int(rank.base_bytes) for rank in figures),
             action_ms=self._action_ms(),
@@ -268,10 +273,14 @@ def _with_delays(before: StalenessSummary, figures: Sequence[RankFigures]) -> St
     )
 
 
-def _gap(figures: Sequence[RankFigures]) -> float:
-    """The weight gap of a logged step, as in StepRecord."""
-    squared = sum(rank.gap_squared for rank in figures)
-    return float(f"{math.sqrt(squared / max(sum(r.weights_squared for r in figures), 1e-300)):.4g}")
+def _by_stage(figures: Sequence[RankFigures], name: str) -> list[float]:
+    """The sums over ranks of numbers that each has by stage."""
+    return [sum(of_stage) for of_stage in zip(*(getattr(r, name) for r in figures), strict=True)]
+
+
+def _relative(gap: float, weights: float) -> float:
+    """A gap as in StepRecord, of squared norms."""
+    return float(f"{math.sqrt(gap / max(weights, 1e-300)):.4g}")
 
 
 def _mean_time(figures: Sequence[RankFigures]) -> RankTime:

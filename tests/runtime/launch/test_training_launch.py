@@ -6,6 +6,7 @@ Tests that look at the tree of processes use the real interpreter, all others th
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -138,6 +139,12 @@ def test_an_asynchronous_run_tells_every_step_and_is_drained_at_evaluations(
     steps = events_of(tmp_path / "run", "step")
     assert [step["step"] for step in steps] == list(range(1, 11))
     assert all(step["grad_norm"] > 0 and len(step["idle"]) == 4 for step in steps)
+    for step in steps:
+        assert math.hypot(*step["grad_norm_by_stage"]) == pytest.approx(step["grad_norm"])
+        assert min(step["grad_norm_by_stage"]) > 0
+        *late, last = step["gap_by_stage"]
+        assert last == 0 <= step["gap"] <= max(late)
+    assert min(steps[-1]["gap_by_stage"][:3]) > 0
     evaluations = events_of(tmp_path / "run", "eval")
     assert [evaluation["step"] for evaluation in evaluations] == [4, 8, 10]
     assert all(evaluation["accuracy"] is not None for evaluation in evaluations)
