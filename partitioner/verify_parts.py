@@ -95,6 +95,7 @@ class _Run:
     inputs: the example inputs
     gradients: whether backward runs too
     device: where the stages are
+    is_double: whether all tensors of floating point are in float64
     """
 
     plan: Plan
@@ -103,9 +104,11 @@ class _Run:
     inputs: Mapping[str, Any]
     gradients: bool
     device: str = "cpu"
+    is_double: bool = False
 
     def in_double(self) -> _Run:
-        return replace(self, state=doubled(self.state), inputs=doubled(self.inputs))
+        state, inputs = doubled(self.state), doubled(self.inputs)
+        return replace(self, state=state, inputs=inputs, is_double=True)
 
     def difference(self, size: int, tolerance: float) -> float:
         """The largest relative difference. Raises Differs for one beyond the tolerance."""
@@ -160,7 +163,7 @@ class _Run:
         self, stage: nn.Module, splits: Mapping[str, Split], ranks: TensorRanks
     ) -> nn.Module:
         """The stage with a rank's parts of the state, in its dtype."""
-        if any(tensor.dtype == torch.float64 for tensor in self.state.values()):
+        if self.is_double:
             stage.double()
         tensors = (*stage.named_parameters(), *stage.named_buffers())
         with torch.no_grad():

@@ -29,7 +29,18 @@ from ..capture.arguments import map_leaves
 from ..capture.values import Local
 from .candidates import Candidates
 from .decisions import SPLIT_FUNCTIONS, Decision, layer_for, moved
-from .probe import Placement, Probe, Summands, Unplaced, is_close, is_split, items_of, splits_in
+from .example_run import cloned
+from .probe import (
+    Placement,
+    Probe,
+    Summands,
+    Unplaced,
+    is_close,
+    is_split,
+    items_of,
+    lie_so,
+    splits_in,
+)
 
 _NUMBERS = "cannot share out"
 _LONGEST = 0.75
@@ -299,22 +310,13 @@ class _Search:
         """The candidate with the placement of its result. Raises Unplaced if it does not run, or
         its results do not make the whole value."""
         probe = self.probe
-        captured = (node.args, node.kwargs)
-        try:
-            if candidate.arguments is not None:
-                node.args, node.kwargs = map_leaves(self._divided, candidate.arguments)
-            results = probe.results(
-                node, {**places, **candidate.places}, candidate.state, candidate.once
-            )
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            raise Unplaced(str(error).partition("\n")[0]) from error
-        finally:
-            node.args, node.kwargs = captured
+        results = self._results(node, places, candidate)
         whole = probe.run.whole(node)
         groups = sorted({split.groups for place in places.values() for split in splits_in(place)})
         groups += [split.groups for split in _openers(candidate)]
         result = probe.placement([value for value, _ in results], whole, sorted({1, *groups}))
         self._verify_changes(node, places, candidate, results)
+        self._verify_others(node, places, candidate, result)
         if isinstance(result, Summands):
             if isinstance(whole, Tensor) and not whole.is_floating_point():
                 raise Unplaced("summands of whole numbers")
@@ -327,6 +329,46 @@ class _Search:
         if result is None and _needs_gradient(node):
             raise Unplaced("each rank has the whole result, but parts of its gradient")
         return self._expressible(node, replace(candidate, result=result))
+
+    def _results(
+        self,
+        node: fx.Node,
+        places: Mapping[fx.Node, Placement],
+        candidate: Decision,
+        values: Mapping[fx.Node, Any] | None = None,
+    ) -> list[tuple[Any, dict[fx.Node, Any]]]:
+        """What the ranks compute under the candidate. Raises Unplaced if it does not run."""
+        captured = (node.args, node.kwargs)
+        own = {**places, **candidate.places}
+        try:
+            if candidate.arguments is not None:
+                node.args, node.kwargs = map_leaves(self._divided, candidate.arguments)
+            return self.probe.results(node, own, candidate.state, candidate.once, values)
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            raise Unplaced(str(error).partition("\n")[0]) from error
+        finally:
+            node.args, node.kwargs = captured
+
+    def _verify_others(
+        self,
+        node: fx.Node,
+        places: Mapping[fx.Node, Placement],
+        candidate: Decision,
+        result: Placement | Summands,
+    ) -> None:
+        """Raises Unplaced if the results lie otherwise for other values, because the example has a
+        bias of zeros, or a condition that is true on all ranks."""
+        if node.meta["random"]:
+            return
+        for draw in range(2):
+            values = self.probe.other_values(node, draw)
+            try:
+                whole = self.probe.run.call(node, {n: cloned(value) for n, value in values.items()})
+            except Exception:  # The operation has rules for its inputs.
+                return
+            results = self._results(node, places, candidate, values)
+            if not lie_so([value for value, _ in results], whole, result):
+                raise Unplaced("its results lie otherwise for other values")
 
     def _expressible(self, node: fx.Node, decision: Decision) -> Decision:
         """The decision. Raises Unplaced if no split layer or function computes it."""
@@ -351,7 +393,7 @@ class _Search:
         in the whole model, or that of a whole value of which it has a copy."""
         own = {**places, **candidate.places}
         for source, whole in self.probe.run.after(node).items():
-            if source.op != "get_attr" and not is_split(places.get(source)):
+            if not is_split(places.get(source)):
                 raise Unplaced("it changes a whole value in place")
             for rank, (_, given) in enumerate(results):
                 expected = self.probe.part(whole, own.get(source), rank)

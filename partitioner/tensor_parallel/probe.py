@@ -54,17 +54,19 @@ class Probe:
         places: Mapping[fx.Node, Placement],
         state: Mapping[str, Split | Summands | None],
         once: Collection[fx.Node] = (),
+        values: Mapping[fx.Node, Any] | None = None,
     ) -> list[tuple[Any, dict[fx.Node, Any]]]:
         """The result of each rank, with the values of the node's inputs afterwards if it changes
         them.
 
         `places` are those of the inputs, `state` those of the parameters and buffers of the module
         that the node calls; `once` are inputs, and `Summands` marks parameters, that are whole on
-        the first rank and zero on the others.
+        the first rank and zero on the others. `values` are those of the inputs in the whole model,
+        if they are not those of its run.
         """
         run, results = self.run, []
         tensors = run.tensors.of_module(str(node.target)) if any(state.values()) else {}
-        values = {source: run.at(node, source) for source in node.all_input_nodes}
+        values = values or {source: run.at(node, source) for source in node.all_input_nodes}
         for rank in range(self.size):
             given: dict[fx.Node, Any] = {}
             for source, value in values.items():
@@ -91,6 +93,15 @@ class Probe:
         kind = type(value)
         parts = [self.part(item, own, rank) for item, own in zip(value, place, strict=True)]
         return kind(*parts) if hasattr(value, "_fields") else kind(parts)
+
+    def other_values(self, node: fx.Node, draw: int) -> dict[fx.Node, Any]:
+        """Other values for the inputs of a node that are computed: of floating point, and conditions
+        of which one alone is true or false."""
+        return {
+            source: value if source.op == "get_attr" else _other(value, draw)
+            for source in node.all_input_nodes
+            for value in [self.run.at(node, source)]
+        }
 
     def placement(self, results: Sequence[Any], whole: Any, groups: Collection[int]) -> Any:
         """How the results of the ranks lie. Raises Unplaced if they do not make the whole value."""
@@ -126,6 +137,34 @@ class Probe:
                 if split.fits(length, self.size) and is_close(split.whole(results), whole):
                     return split
         raise Unplaced("no parts of the whole")
+
+
+def lie_so(results: Sequence[Any], whole: Any, place: Placement | Summands) -> bool:
+    """True if the results of the ranks make the whole value in the way that `place` says."""
+    if isinstance(place, tuple):
+        return all(
+            lie_so([result[i] for result in results], whole[i], own) for i, own in enumerate(place)
+        )
+    if not isinstance(whole, Tensor):
+        return all(result == whole for result in results)
+    if isinstance(place, Split):
+        return is_close(place.whole(results), whole)
+    if isinstance(place, Summands):
+        return is_close(torch.stack(list(results)).sum(0), whole)
+    return all(is_close(result, whole) for result in results)
+
+
+def _other(value: Any, draw: int) -> Any:
+    if isinstance(value, (tuple, list)):
+        items = [_other(item, draw) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if not isinstance(value, Tensor) or not value.numel():
+        return value
+    if value.dtype == torch.bool:
+        other = torch.full_like(value, bool(draw), memory_format=torch.contiguous_format)
+        other.view(-1)[-1] = not draw
+        return other
+    return torch.randn_like(value) if value.is_floating_point() or value.is_complex() else value
 
 
 def is_close(value: Any, whole: Tensor) -> bool:

@@ -5,7 +5,6 @@ With one rank the new graph computes what the captured one does, bit for bit.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -320,7 +319,7 @@ def _with_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Modu
 
     def copied(module: nn.Module) -> nn.Module:
         if id(module) not in copies:
-            new = copies[id(module)] = by_id.get(id(module)) or copy.copy(module)
+            new = copies[id(module)] = by_id.get(id(module)) or _shallow_copy(module)
             if new is not module:
                 new.__dict__["_parameters"] = dict(new._parameters)
                 new.__dict__["_buffers"] = dict(new._buffers)
@@ -330,6 +329,13 @@ def _with_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Modu
         return copies[id(module)]
 
     return copied(model)
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """A copy as `copy.copy` makes it, also of modules with parametrizations, which refuse that."""
+    new = module.__new__(type(module))
+    new.__dict__.update(module.__dict__)
+    return new
 
 
 def _model_of_rank(model: nn.Module, parts: Mapping[str, Split], size: int) -> nn.Module:

@@ -122,6 +122,39 @@ class Changed(nn.Module):
         return self.down((y.view(-1, 4, 4) + heads).flatten(1))
 
 
+class Coincidence(nn.Module):
+    """Operations whose results on parts are right for the example alone: a bias of zeros, and a
+    condition that is false everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.third, self.weight = nn.Linear(16, 8), nn.Parameter(torch.ones(16, 8))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        x = x + torch.addmm(bias, self.first(x).relu(), self.weight)
+        y = self.second(x)
+        x = x + self.third(torch.where((y > 50).any(-1, keepdim=True), -y, y))
+        return x + self.down(self.up(x).relu())
+
+
+class Counted(nn.Module):
+    """A buffer of the split width that a layer changes, and one that a layer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.weight_norm(nn.Linear(8, 16))
+        self.down, self.first, self.last = nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("seen", torch.zeros(16, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        with torch.no_grad():
+            self.seen += y.double().mean(0)
+        return self.last(self.first(self.down(y)).relu())
+
+
 def split(
     folder: Path, model: nn.Module, inputs: dict[str, Any], size: int = 2, **options: Any
 ) -> str:
@@ -192,6 +225,19 @@ def test_weights_that_are_transposed_follow_the_parts_that_they_meet(tmp_path: P
 def test_a_part_of_a_whole_value_that_changes_is_taken_again(tmp_path: Path) -> None:
     text = split(tmp_path / "net", Changed(), {"x": torch.randn(4, 8)})
     assert text.count("part_of(heads, 1)") == 3
+
+
+def test_what_holds_for_the_values_of_the_example_alone_is_computed_whole(tmp_path: Path) -> None:
+    inputs = {"x": torch.randn(4, 8), "bias": torch.zeros(8)}
+    text = split(tmp_path / "net", Coincidence(), inputs)
+    assert "up = ColumnLinear(8, 16)" in text and text.count("ColumnLinear(") == 1
+
+
+def test_a_buffer_that_changes_and_weights_with_parametrizations_stay_whole(
+    tmp_path: Path,
+) -> None:
+    text = split(tmp_path / "net", Counted(), {"x": torch.randn(4, 8)})
+    assert "up = ParametrizedLinear()" in text and "down = ColumnLinear(16, 8)" in text
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
