@@ -28,9 +28,13 @@ With `--time` the step of one larger model is measured on one process, as DDP, a
 tensor ranks, in alternating runs with fresh processes. Two cores share one memory, and there is no
 link between them that a wide layer would gain from.
 
+With `--memory` the memory of each rank of a wide GPT, split and not, is set beside its plan, for
+the micro-batches of the plan (`rank_memory.py`).
+
     python benchmarks/tensor_parallel.py
     python benchmarks/tensor_parallel.py --models gpt2 resnet18 --dtypes float64
     python benchmarks/tensor_parallel.py --models --time 3
+    python benchmarks/tensor_parallel.py --models --memory
 """
 
 import argparse
@@ -48,11 +52,14 @@ from typing import Any, NamedTuple
 
 import split_models
 import torch
+from gpt import GPT, tokens_of
 from machine import busy_core_seconds, write_result
+from rank_memory import of_ranks
 from recorded_gradients import RECORDED_IN, TENSOR_RANKS, WEIGHTS_OF, read
 from safetensors.torch import load_file, save_file
 from split_folders import RANKS, elements_of_ranks, share_of
 
+import asyncpipe
 from asyncpipe.runtime.monitoring.run_files import read_run
 from asyncpipe.runtime.plan.plan import read_plan
 
@@ -379,12 +386,51 @@ def timed(folder: Path, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+# --- memory ---------------------------------------------------------------------------------
+
+_WIDE = {"layers": 4, "width": 1024, "heads": 16, "tokens": 128, "vocabulary": 8192}
+LAYOUTS = ((1, 1), (1, 2), (2, 2))
+"""The stages, and the tensor ranks of each."""
+
+
+def memory_of_ranks(folder: Path, stages: int, size: int) -> Iterator[dict[str, Any]]:
+    """The memory of each rank of a wide GPT in MiB, planned and measured."""
+    net = folder / f"wide_{stages}p_{size}t"
+    asyncpipe.partition(
+        GPT(**_WIDE),
+        tokens_of(1),
+        stages=stages,
+        tensor_parallel=size,
+        output=net,
+        schedule="1f1b",
+        micro_batches=MICRO_BATCHES,
+        profile="analytic",
+    )
+    options = {"schedule": "1f1b", "micro_batches": MICRO_BATCHES, "optimizer": "adamw"}
+    options["tensor_parallel"] = size
+    tight, ordinary = (
+        of_ranks(net, stages * size, options, tokens_of(MICRO_BATCHES), steps=2, is_tight=is_tight)
+        for is_tight in (True, False)
+    )
+    for rank, (each, kept) in enumerate(zip(tight, ordinary, strict=True)):
+        planned, measured = each["planned_mib"], each["measured_mib"]
+        yield {
+            "layout": f"{stages} stage{'s' * (stages > 1)} x {size} tensor ranks",
+            "rank": rank,
+            "planned_mib": planned,
+            "measured_mib": measured,
+            "difference": round(measured / planned - 1, 3),
+            "ordinary_mib": kept["measured_mib"],
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=[*CASES], choices=[*CASES])
     parser.add_argument("--dtypes", nargs="+", default=[*TOLERANCE], choices=[*TOLERANCE])
     parser.add_argument("--fault", action="store_true", help="leave out a sum")
     parser.add_argument("--time", type=int, default=0, metavar="ROUNDS", help="measure steps")
+    parser.add_argument("--memory", action="store_true", help="measure the memory of ranks")
     arguments = parser.parse_args()
     result = HERE / "results" / "tensor_parallel.json"
     known = json.loads(result.read_text()) if result.exists() else {}
@@ -403,6 +449,11 @@ def main() -> None:
         if arguments.time:
             known["times"] = timed(Path(place), arguments.time)
             print(*known["times"], sep="\n")
+        if arguments.memory:
+            known["memory"] = [
+                row for layout in LAYOUTS for row in memory_of_ranks(Path(place), *layout)
+            ]
+            print(*known["memory"], sep="\n")
     print(write_result("tensor_parallel", known | {"rows": rows}))
 
 

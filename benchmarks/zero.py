@@ -1,11 +1,9 @@
 """Memory and time of a step with `zero` 0, 1 and 2, on the same model and replicas.
 
-For each layout and optimizer the levels run one after the other, in several rounds; every run has
-fresh processes of one thread. The memory of a rank is the most that it holds after its first step,
-beyond what it held before it loaded its stages; the table has the fullest rank. It is measured in
-processes that give back blocks of more than 1 MiB, as planned, and in ordinary ones, which keep
-most of what they free (`runtime/process.py`). Times are those of ordinary ones: medians over the
-steps of all rounds but the first of each run.
+For each layout and optimizer the levels run one after the other, in several rounds. The table has
+the fullest rank, measured as in `rank_memory.py` in tight processes, as planned, and in ordinary
+ones. Times are those of ordinary ones: medians over the steps of all rounds but the first of each
+run.
 
 python benchmarks/zero.py --rounds 3
 """
@@ -13,22 +11,14 @@ python benchmarks/zero.py --rounds 3
 import argparse
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from gpt import GPT, tokens_of
 from machine import write_result
-from ranks import forget_peak, peak_bytes, resident_bytes
+from rank_memory import of_ranks
 
 import asyncpipe
-from asyncpipe.runtime.plan.trust import code_hashes
-from asyncpipe.runtime.process import keep_freed_memory
-from asyncpipe.runtime.sharding.planned import with_shares
-from asyncpipe.runtime.training.run_summary import together
 
 LEVELS = (0, 1, 2)
 TOKENS = 128
@@ -49,61 +39,6 @@ class Layout(NamedTuple):
 LAYOUTS = (Layout(1, 2, 4), Layout(2, 2, 4))
 
 
-def worker(
-    rank: int,
-    folder: str,
-    layout: Layout,
-    optimizer: str,
-    zero: int,
-    steps: int,
-    is_tight: bool,
-    rendezvous: str,
-    answers: Any,
-) -> None:
-    torch.set_num_threads(1)
-    ranks = layout.stages * layout.replicas
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
-    small = torch.nn.Linear(64, 64)  # loads what every training process needs
-    small(torch.randn(8, 64)).sum().backward()
-    torch.optim.AdamW(small.parameters()).step()
-    dist.all_reduce(torch.zeros(1 << 20))
-    before = resident_bytes()
-    pipe = asyncpipe.Pipeline(
-        folder,
-        schedule="1f1b",
-        replicas=layout.replicas,
-        micro_batches=layout.micro_batches,
-        optimizer=optimizer,
-        lr=1e-4,
-        zero=zero,
-        trust=True,
-    )
-    if is_tight:
-        keep_freed_memory(few=True)
-    batch = tokens_of(layout.replicas * layout.micro_batches, TOKENS)
-    times, loss = [], 0.0
-    for number in range(1 + steps):
-        if number == 1:
-            forget_peak()
-        start = time.perf_counter()
-        loss = pipe.step(batch).loss
-        times.append(1e3 * (time.perf_counter() - start))
-    own = tuple(pipe.modules)
-    plan, _ = with_shares(pipe.plan, pipe.config, [own], code_hashes(folder))
-    answer = {
-        "planned_mib": round(together([plan.stages[j].memory for j in own]) / 2**20, 1),
-        "measured_mib": round((peak_bytes() - before) / 2**20, 1),
-        "step_ms": [round(ms, 1) for ms in times[1:]],
-        "loss": loss,
-    }
-    gathered: list[Any] = [None] * ranks
-    dist.all_gather_object(gathered, answer)
-    if rank == 0:
-        answers.put(gathered)
-    pipe.close()
-    dist.destroy_process_group()
-
-
 def run(folder: Path, layout: Layout, optimizer: str, zero: int, steps: int) -> dict[str, Any]:
     """The fullest rank of a run, in tight and in ordinary processes."""
     tight, ordinary = (_fullest(folder, layout, optimizer, zero, steps, t) for t in (True, False))
@@ -120,22 +55,16 @@ def run(folder: Path, layout: Layout, optimizer: str, zero: int, steps: int) -> 
 def _fullest(
     folder: Path, layout: Layout, optimizer: str, zero: int, steps: int, is_tight: bool
 ) -> dict[str, Any]:
-    context = mp.get_context("spawn")
-    answers = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as place:
-        arguments = (
-            *(str(folder), layout, optimizer, zero, steps, is_tight),
-            *(f"file://{place}/ranks", answers),
-        )
-        processes = [
-            context.Process(target=worker, args=(rank, *arguments))
-            for rank in range(layout.stages * layout.replicas)
-        ]
-        for process in processes:
-            process.start()
-        measured: list[dict[str, Any]] = answers.get()
-        for process in processes:
-            process.join()
+    options = {
+        "schedule": "1f1b",
+        "replicas": layout.replicas,
+        "micro_batches": layout.micro_batches,
+        "optimizer": optimizer,
+        "zero": zero,
+    }
+    batch = tokens_of(layout.replicas * layout.micro_batches, TOKENS)
+    ranks = layout.stages * layout.replicas
+    measured = of_ranks(folder, ranks, options, batch, steps=steps, is_tight=is_tight)
     return max(measured, key=lambda rank: rank["measured_mib"])
 
 

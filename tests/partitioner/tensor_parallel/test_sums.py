@@ -16,7 +16,11 @@ from asyncpipe.partitioner.graph.formats import read_graph, write_graph
 from asyncpipe.partitioner.graph.tensor_sums import with_sums
 from asyncpipe.partitioner.models.load import load_model
 from asyncpipe.partitioner.planning.cluster import NETWORK, cluster_of_hosts
-from asyncpipe.partitioner.planning.tensor_groups import check_tensor_groups, link_of_sums
+from asyncpipe.partitioner.planning.tensor_groups import (
+    SHARED_MEMORY,
+    check_tensor_groups,
+    link_of_sums,
+)
 from asyncpipe.partitioner.tensor_parallel import split_over_ranks
 from asyncpipe.partitioner.tensor_parallel.sums import sums_of
 from asyncpipe.runtime.errors import PlanError
@@ -108,7 +112,7 @@ def test_predicted_times_have_the_sums(tmp_path: Path) -> None:
     )
     (stage,) = plan.stages
     samples = len(source.example_inputs["x"])
-    once_ms = 2 * LOCALHOST.transfer_ms(4 * samples * WIDTH / 2)
+    once_ms = 2 * SHARED_MEMORY.transfer_ms(4 * samples * WIDTH / 2)
     assert stage.tensor_sums_ms == pytest.approx(2 * LAYERS * once_ms)
     assert sum(part.forward_ms for part in stage.parts) == pytest.approx(stage.forward_ms)
     assert stage.load_ms == pytest.approx(stage.forward_ms + stage.backward_ms)
