@@ -20,7 +20,7 @@ from ..runtime.freezing.blocks import blocks_of
 from ..runtime.plan.plan import NOT_STORED, ON_META, Plan
 from ..runtime.plan.trust import remember
 from ..runtime.plan.validate import contradiction
-from ..runtime.tensor_parallel.ranks import TensorRanks, using
+from ..runtime.tensor_parallel.ranks import TensorRanks, reading_loss_alone, using
 from ..runtime.user_code import portable
 from .assemble_plan import PlanFacts, assemble
 from .capture import Capture, read_arguments
@@ -70,7 +70,7 @@ from .profiling import (
 )
 from .report import render_report
 from .split.split import crossing_if_sent, homes_of
-from .tensor_parallel import SplitModel, split_over_ranks
+from .tensor_parallel import SplitModel, has_loss, split_over_ranks
 from .tensor_parallel.sums import sums_of
 from .verify import verify
 from .verify_parts import compared_text, verify_parts
@@ -198,7 +198,10 @@ def partition_source(
     check_profile(options)
     job = Compilation(source, options, cluster, ranks, command, PhaseTimer(on_phase), on_progress)
     captured = capture_phase(job)
-    with using(TensorRanks(size=options.tensor_parallel)):
+    with (
+        using(TensorRanks(size=options.tensor_parallel)),
+        reading_loss_alone(has_loss(captured.capture)),
+    ):
         profile = profile_phase(job, captured)
         planned = plan_phase(job, captured, profile)
     if options.stop_after is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.executor.loading import load_stage_class, run_stage
+from ..runtime.executor.tied_splits import verify_splits_alike
 from ..runtime.plan.plan import Plan
 from ..runtime.plan.structure import rebuilt
 from ..runtime.tensor_parallel.ranks import Split, TensorRanks, splits_of
@@ -30,12 +31,12 @@ from .verdict import TOLERANCE, TOLERANCE_IN_DOUBLE, doubled
 @dataclass(frozen=True)
 class _Parts:
     """What one tensor rank computes: outputs, gradients and buffers by stage and name, and its
-    splits."""
+    splits by stage."""
 
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
-    splits: Mapping[str, Split]
+    splits: Mapping[int, Mapping[str, Split]]
 
 
 _MOST_WITH_GRADIENTS = 500_000_000
@@ -66,8 +67,10 @@ def verify_parts(
     """The largest difference of the stages on `size` tensor ranks from the stages on one.
 
     Compares the outputs, the buffers and, if `compares_gradients`, all gradients of every rank,
-    with equal seeds, in training mode; in float64 if they differ in float32; shapes alone for a
-    model on meta. Raises PlanError with the name of the first value that differs.
+    with equal seeds, in training mode, and the same without gradients in evaluation mode where the
+    plan has it; in float64 if they differ in float32; shapes alone for a model on meta. Raises
+    PlanError with the name of the first value that differs, and for tied parameters that stages
+    divide in two ways.
     """
     given = read_arguments(model, example_inputs)
     if is_on_meta(model):
@@ -80,11 +83,9 @@ def verify_parts(
             **(constants or {}),
         }
         state = {name: tensor.detach().clone() for name, tensor in state.items()}
-    run = _Run(plan, folder, state, given.tensors, compares_gradients(model))
-    try:
-        return run.difference(size, TOLERANCE)
-    except Differs:
-        return run.in_double().difference(size, TOLERANCE_IN_DOUBLE)
+    train = _Run(plan, folder, state, given.tensors, compares_gradients(model))
+    evaluate = [replace(train, gradients=False, training=False)] * (plan.mode == "both")
+    return max(run.least_difference(size) for run in (train, *evaluate))
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class _Run:
     gradients: whether backward runs too
     device: where the stages are
     is_double: whether all tensors of floating point are in float64
+    training: the mode
     """
 
     plan: Plan
@@ -105,21 +107,33 @@ class _Run:
     gradients: bool
     device: str = "cpu"
     is_double: bool = False
+    training: bool = True
 
-    def in_double(self) -> _Run:
-        state, inputs = doubled(self.state), doubled(self.inputs)
-        return replace(self, state=state, inputs=inputs, is_double=True)
+    def least_difference(self, size: int) -> float:
+        """The largest relative difference, in float64 if it is beyond the tolerance in float32."""
+        try:
+            return self.difference(size, TOLERANCE)
+        except Differs:
+            state, inputs = doubled(self.state), doubled(self.inputs)
+            double = replace(self, state=state, inputs=inputs, is_double=True)
+            return double.difference(size, TOLERANCE_IN_DOUBLE)
 
     def difference(self, size: int, tolerance: float) -> float:
         """The largest relative difference. Raises Differs for one beyond the tolerance."""
         with torch.random.fork_rng(devices=[]):
             (whole,) = in_threads(1, self._run)
             parts = in_threads(size, self._run)
-        where = f" (on {size} tensor ranks)"
+        verify_splits_alike(self.plan, parts[0].splits)
+        splits = {
+            f"{stage} {name}": split
+            for stage, own in parts[0].splits.items()
+            for name, split in own.items()
+        }
+        where = f" (on {size} tensor ranks{'' if self.training else ', in evaluation mode'})"
         largest = 0.0
         for part in parts:
-            gradients = _whole(part.gradients, [each.gradients for each in parts], part.splits)
-            buffers = _whole(part.buffers, [each.buffers for each in parts], part.splits)
+            gradients = _whole(part.gradients, [each.gradients for each in parts], splits)
+            buffers = _whole(part.buffers, [each.buffers for each in parts], splits)
             largest = max(
                 largest,
                 compare(whole.outputs, part.outputs, tolerance, f"output{where}"),
@@ -130,12 +144,12 @@ class _Run:
 
     def _run(self, ranks: TensorRanks) -> _Parts:
         stages: list[nn.Module] = []
-        splits: dict[str, Split] = {}
+        splits: dict[int, Mapping[str, Split]] = {}
         for spec in self.plan.stages:
             with torch.device(self.device):
                 stage = load_stage_class(self.folder, spec)()
             own = splits_of(stage)
-            splits |= {f"{spec.index} {name}": split for name, split in own.items()}
+            splits[spec.index] = own
             stages.append(self._filled(stage, own, ranks))
         seed_all(1)
         with torch.set_grad_enabled(self.gradients):
@@ -171,7 +185,7 @@ class _Run:
                 if (whole := self.state.get(name)) is not None:
                     split = splits.get(name)
                     tensor.copy_(split.part(whole, ranks.rank, ranks.size) if split else whole)
-        return stage.train()
+        return stage.train(self.training)
 
 
 def _whole(

@@ -203,7 +203,9 @@ class Reader:
             return self.value(leaf.train if self.training else leaf.eval)
         if isinstance(leaf, LocalDevice):
             return self.device
-        return local(leaf.number) if isinstance(leaf, Local) else leaf
+        if isinstance(leaf, Local):
+            return local(leaf.number, uneven=leaf.uneven)
+        return leaf
 
 
 def sizes_of(capture: Capture, inputs: Mapping[str, Any]) -> dict[str, int]:

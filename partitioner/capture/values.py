@@ -172,12 +172,14 @@ class IfTraining:
 
 @dataclass(frozen=True)
 class Local:
-    """A size in a model whose layers are split over ranks: each rank has its share of it."""
+    """A size in a model whose layers are split over ranks: each rank has its share of it; the
+    shares of one that the ranks do not divide are uneven."""
 
     number: int
+    uneven: bool = False
 
     def __repr__(self) -> str:
-        return f"local({self.number})"
+        return f"local({self.number}{', uneven=True' * self.uneven})"
 
 
 @dataclass(frozen=True)

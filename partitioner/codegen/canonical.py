@@ -234,8 +234,8 @@ class _Walk:
                 return ("training", argument.train, argument.eval)
             case LocalDevice():
                 return LocalDevice
-            case Local(number):
-                return ("local", self._argument(number))
+            case Local(number, uneven):
+                return ("local", self._argument(number), uneven)
             case tuple() | list():
                 return (type(argument).__name__, *map(self._argument, argument))
             case dict():

@@ -116,9 +116,10 @@ class ArgumentWriter:
                 return _write_if_training(argument)
             case LocalDevice():
                 return self._names.device()
-            case Local(number):
+            case Local(number, uneven):
                 self._names.require(local.__module__, local.__name__)
-                return call(local.__name__, (self.write(number),))
+                options = (Code("uneven=True"),) if uneven else ()
+                return call(local.__name__, (self.write(number), *options))
             case slice():
                 return self._slice(argument)
             case list():

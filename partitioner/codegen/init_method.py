@@ -434,7 +434,8 @@ def _options(split: Split, usual_dim: int | None = None) -> list[Code]:
     """The keyword arguments that describe a split."""
     dim = [] if split.dim == usual_dim else [named("dim", write_constant(split.dim))]
     groups = [named("groups", write_constant(split.groups))] if split.groups != 1 else []
-    return dim + groups
+    uneven = [Code("uneven=True")] if split.length is not None else []
+    return dim + groups + uneven
 
 
 def _within(text: str, names: Sequence[str]) -> str:

@@ -161,7 +161,7 @@ _SHORT = {"numpy": "np"}
 
 _HOME = {
     f"{tensor_parallel.__name__}.{part}": tensor_parallel.__name__
-    for part in ("functions", "layers")
+    for part in ("functions", "layers", "vocabulary")
 }
 """The package that exports what its modules define."""
 

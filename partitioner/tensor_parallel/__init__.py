@@ -19,9 +19,10 @@ from torch import fx
 from ...runtime.errors import PlanError
 from ..capture import Capture
 from .derive import Derivation, derive
+from .exchanging import has_loss
 from .rewrite import SplitModel, rewrite
 
-__all__ = ["SplitModel", "split_over_ranks"]
+__all__ = ["SplitModel", "has_loss", "split_over_ranks"]
 
 
 def split_over_ranks(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
+from math import prod
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from ...runtime.tensor_parallel.ranks import Split
+from ...runtime.tensor_parallel.ranks import Split, split_of_length
 from ..capture.arguments import map_leaves
 from ..capture.values import Local
 from .decisions import Decision
+from .exchanging import split_version
 from .probe import Placement, Probe, Summands, splits_in
 
 FUSED = (1, 3, 2)
@@ -33,11 +35,36 @@ class Candidates:
         if node.meta["random"] or node.meta["mutates"]:
             return
         weights = self.weights(node)
+        module = self._probe.run.module(node)
+        if isinstance(module, nn.Embedding) and self._is_vocabulary(node, module):
+            yield Decision(state={"weight": self._of_length(0, module.num_embeddings)})
         for dim in range(max((weight.dim() for weight in weights.values()), default=0)):
+            if dim == 0 and isinstance(module, nn.Embedding):
+                continue
             for groups in FUSED:
                 split = Split(dim, groups)
                 if opening := self._with_weights(node, weights, split, Split(0, groups)):
                     yield opening
+        if type(module) is nn.Linear:
+            split = self._of_length(0, module.out_features)
+            if split.length is not None and (
+                opening := self._with_weights(node, weights, split, split)
+            ):
+                yield opening
+
+    def _of_length(self, dim: int, length: int) -> Split:
+        return split_of_length(dim, length, self._probe.size)
+
+    def _is_vocabulary(self, node: fx.Node, module: nn.Embedding) -> bool:
+        """True if the rows of an embedding can be divided, and are more numbers than the sum that
+        makes the embeddings of a sample whole."""
+        options = (module.max_norm, module.scale_grad_by_freq, module.sparse)
+        words = next(iter(node.all_input_nodes), None)
+        if type(module) is not nn.Embedding or any(options) or words is None:
+            return False
+        spec = self._probe.capture.tensor_spec(words)
+        sample = spec.resolve({**self._probe.capture.sizes, "batch": 1})
+        return module.num_embeddings > prod(sample)
 
     def weights(self, node: fx.Node) -> dict[Any, Tensor]:
         """The parameters of at least two dimensions that a node reads: by their names in the module
@@ -102,35 +129,48 @@ class Candidates:
 
     def continuations(self, node: fx.Node, places: dict[fx.Node, Placement]) -> Iterator[Decision]:
         """The ways in which a node might run on parts, the simplest first."""
-        groups = sorted({split.groups for place in places.values() for split in splits_in(place)})
+        kinds = kinds_in(places)
+        if (exchanging := self._exchanging(node, places)) is not None:
+            yield exchanging
         plain = [
             Decision(),
-            *self._with_state(node, groups),
-            *self._with_inputs(node, places, groups),
+            *self._with_state(node, kinds),
+            *self._with_inputs(node, places, kinds),
         ]
         yield from plain
-        for arguments in divided_sizes((node.args, node.kwargs), self._probe.size):
+        uneven = {kind.length for kind in kinds}
+        for arguments in divided_sizes((node.args, node.kwargs), self._probe.size, uneven):
             for candidate in plain:
                 yield replace(candidate, arguments=arguments)
 
-    def _with_state(self, node: fx.Node, groups: list[int]) -> Iterator[Decision]:
+    def _exchanging(self, node: fx.Node, places: dict[fx.Node, Placement]) -> Decision | None:
+        """The split version of a loss, whose ranks exchange something."""
+        for source, place in places.items():
+            if isinstance(place, Split) and place.groups == 1:
+                classes = self._probe.run.like(source).shape[place.dim]
+                version = split_version(node, self._probe.run.module(node), source, classes)
+                if version is not None:
+                    return Decision(function=version[0], arguments=version[1:])
+        return None
+
+    def _with_state(self, node: fx.Node, kinds: Collection[Split]) -> Iterator[Decision]:
         """The ways to split the weights that a node reads beside its parts."""
         weights = self.weights(node)
         dims = range(max((weight.dim() for weight in weights.values()), default=0))
-        for number in groups:
+        for kind in kinds:
             if weights:
                 for dim in reversed(dims):
-                    for vectors in (Summands(), Split(0, number), None):
-                        found = self._with_weights(node, weights, Split(dim, number), vectors)
+                    for vectors in (Summands(), kind, None):
+                        found = self._with_weights(node, weights, replace(kind, dim=dim), vectors)
                         if found is not None:
                             yield found
             elif self._probe.run.module(node) is not None:
-                found = self._with_weights(node, {}, Split(0, number), Split(0, number))
+                found = self._with_weights(node, {}, kind, kind)
                 if found is not None and any(found.state.values()):
                     yield found
 
     def _with_inputs(
-        self, node: fx.Node, places: dict[fx.Node, Placement], groups: list[int]
+        self, node: fx.Node, places: dict[fx.Node, Placement], kinds: Collection[Split]
     ) -> Iterator[Decision]:
         """The ways to take a part of one whole input beside the parts."""
         for source in node.all_input_nodes:
@@ -138,35 +178,46 @@ class Candidates:
             if source in places or not isinstance(value, Tensor):
                 continue
             for dim in reversed(range(value.dim())):
-                for number in groups:
-                    split = Split(dim, number)
+                for split in (replace(kind, dim=dim) for kind in kinds):
                     if split.fits(value.shape[dim], self._probe.size) and value.shape[dim] > 1:
                         yield Decision(places={source: split})
 
 
-def divided_sizes(arguments: Any, size: int) -> Iterator[Any]:
-    """The arguments with one size or several as `Local` ones."""
+def kinds_in(places: Mapping[Any, Any]) -> list[Split]:
+    """The kinds of splits in placements, whatever their dimension: as splits of dimension 0."""
+    found = {replace(split, dim=0) for place in places.values() for split in splits_in(place)}
+    return sorted(found, key=lambda split: (str(split.groups), split.length or 0))
+
+
+def divided_sizes(arguments: Any, size: int, uneven: Collection[int | None] = ()) -> Iterator[Any]:
+    """The arguments with one size or several as `Local` ones; `uneven` lengths are those that the
+    ranks divide unequally."""
     places: list[int] = []
 
+    def is_divided(leaf: Any) -> bool:
+        return type(leaf) is int and leaf > 1 and (leaf % size == 0 or leaf in uneven)
+
     def count(leaf: Any) -> Any:
-        if type(leaf) is int and leaf > 1 and leaf % size == 0:
+        if is_divided(leaf):
             places.append(len(places))
         return leaf
 
     map_leaves(count, arguments)
     for number in range(1, min(len(places), _MOST_SIZES) + 1):
         for chosen in combinations(places, number):
-            yield map_leaves(_divider(frozenset(chosen), size), arguments)
+            yield map_leaves(_divider(frozenset(chosen), size, is_divided), arguments)
 
 
-def _divider(chosen: frozenset[int], size: int) -> Callable[[Any], Any]:
+def _divider(
+    chosen: frozenset[int], size: int, is_divided: Callable[[Any], bool]
+) -> Callable[[Any], Any]:
     position = -1
 
     def divide(leaf: Any) -> Any:
         nonlocal position
-        if type(leaf) is not int or leaf <= 1 or leaf % size:
+        if not is_divided(leaf):
             return leaf
         position += 1
-        return Local(leaf) if position in chosen else leaf
+        return Local(leaf, uneven=leaf % size > 0) if position in chosen else leaf
 
     return divide

@@ -20,6 +20,7 @@ from ...runtime.tensor_parallel.layers import (
     SplitDropout,
 )
 from ...runtime.tensor_parallel.ranks import Split
+from ...runtime.tensor_parallel.vocabulary import VocabEmbedding
 from ..capture.arguments import map_leaves
 from ..capture.leaf_modules import construct
 from .probe import Placement, Summands
@@ -35,6 +36,8 @@ class Decision:
     once: inputs, such as a bias, that the sum has once
     sums: the ranks' results are summands
     arguments: its args and kwargs with `Local` sizes; None if they are the captured ones
+    function: the one that computes it in place of its own with these arguments, in which ranks
+        exchange something
     """
 
     result: Placement = None
@@ -43,6 +46,13 @@ class Decision:
     once: tuple[fx.Node, ...] = ()
     sums: bool = False
     arguments: tuple[Any, Any] | None = None
+    function: Callable[..., Any] | None = None
+
+    @property
+    def splits(self) -> list[Split]:
+        """Those of the inputs and of the parameters and buffers that are divided for it."""
+        places = (*self.places.values(), *self.state.values())
+        return [split for split in places if isinstance(split, Split)]
 
 
 def moved(decision: Decision, first: fx.Node, node: fx.Node) -> Decision:
@@ -84,6 +94,7 @@ _ROWS: Mapping[type[nn.Module], type[nn.Module]] = {
     nn.Linear: RowLinear,
     nn.Conv1d: RowConv1d,
     nn.Conv2d: RowConv2d,
+    nn.Embedding: VocabEmbedding,
 }
 SPLIT_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     torch.nn.functional.dropout: split_dropout,
@@ -100,11 +111,21 @@ def layer_for(module: nn.Module, decision: Decision) -> Layer | None:
     split = state.get("weight")
     known = (_ROWS if decision.sums else _COLUMNS).get(type(module))
     if known is not None and isinstance(split, Split):
-        if isinstance(module, nn.Linear) or split.groups == 1:
+        if isinstance(module, nn.Linear | nn.Embedding) or split in (Split(0), Split(1)):
             return Layer(_built(module, known, split))
         return None
     alike = None if decision.sums else split_alike(module, state)
-    return None if alike is None else Layer(module, split=alike)
+    if alike is None or alike.length is not None:
+        return None
+    return Layer(module, split=alike)
+
+
+def vocabulary_layer(module: nn.Module | None, decision: Decision) -> nn.Module | None:
+    """The layer for an embedding of which each rank has some rows; None for other modules."""
+    split = decision.state.get("weight")
+    if type(module) is nn.Embedding and isinstance(split, Split) and split.dim == 0:
+        return _built(module, VocabEmbedding, split)
+    return None
 
 
 def split_alike(module: nn.Module, state: Mapping[str, Split | Summands | None]) -> Split | None:
@@ -130,6 +151,8 @@ def _unsplit(module: nn.Module, decision: Decision) -> Layer | None:
         return None if list(module.parameters()) else Layer(module)
     if type(module) is nn.Dropout and isinstance(decision.result, Split):
         split = decision.result
+        if split.length is not None:
+            return None
         return Layer(SplitDropout(module.p, dim=split.dim, groups=split.groups))
     if "dropout" in type(module).__name__.lower():
         return None
@@ -144,7 +167,9 @@ def _built(module: nn.Module, kind: type[nn.Module], split: Split) -> nn.Module:
         for argument in construct(module, "").arguments
         if not argument.is_default
     }
-    options = {"groups": split.groups} if isinstance(module, nn.Linear) else {}
+    options: dict[str, Any] = {}
+    if isinstance(module, nn.Linear):
+        options = {"groups": split.groups, "uneven": split.length is not None}
     with torch.device("meta"):
         built = kind(**given, **options)
     built._parameters.update(module._parameters)

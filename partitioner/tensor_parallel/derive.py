@@ -15,9 +15,9 @@ the sizes in the code (`view(batch, -1, 12, 64)`) that are those of a rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import inf
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
+from math import inf, prod
 from typing import Any
 
 import networkx as nx
@@ -25,11 +25,11 @@ from torch import Tensor, fx
 
 from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture
-from ..capture.arguments import map_leaves
-from ..capture.values import Local
-from .candidates import Candidates
-from .decisions import SPLIT_FUNCTIONS, Decision, layer_for, moved
+from ..capture.graph import tensor_spec
+from .candidates import Candidates, kinds_in
+from .decisions import SPLIT_FUNCTIONS, Decision, layer_for, moved, vocabulary_layer
 from .example_run import cloned
+from .exchanging import has_loss
 from .probe import (
     Placement,
     Probe,
@@ -66,11 +66,13 @@ class Derivation:
     size: the number of tensor ranks
     decisions: the operations that run on parts
     closed: the products that do not, by node
+    returned: the lengths of results of the model that are in parts, along the dimension of these
     """
 
     size: int
     decisions: Mapping[fx.Node, Decision]
     closed: Mapping[fx.Node, Closed]
+    returned: Mapping[fx.Node, int] = field(default_factory=dict)
 
 
 class _Failed(Exception):
@@ -100,7 +102,7 @@ def derive(capture: Capture, inputs: Mapping[str, Any], size: int, stages: int =
         while True:
             try:
                 decisions = search.propagated()
-                return Derivation(size, decisions, search.closed)
+                return Derivation(size, decisions, search.closed, search.returned)
             except _Failed as failure:
                 search.learn(failure)
 
@@ -115,6 +117,7 @@ class _Search:
         self._start = 0
         self._candidates = Candidates(probe)
         self.closed: dict[fx.Node, Closed] = {}
+        self.returned: dict[fx.Node, int] = {}
         self._choice: dict[fx.Node, int] = {}
         self._tried_before: dict[fx.Node, Closed] = {}
         self._known: dict[Any, Decision | Unplaced] = {}
@@ -129,8 +132,8 @@ class _Search:
         for node in list(self._order)[self._start :]:
             split_inputs = [n for n in node.all_input_nodes if is_split(places.get(n))]
             from_ = frozenset().union(*(sources[n] for n in split_inputs))
-            if node.op == "output" and split_inputs:
-                raise _Failed(node, "the model returns its result", from_)
+            if node.op == "output":
+                self._verify_returned(node, {n: places[n] for n in split_inputs}, sources)
             if node.op in ("output", "placeholder", "get_attr"):
                 continue
             own = {n: places[n] for n in split_inputs}
@@ -144,6 +147,27 @@ class _Search:
         self._verify_weights(decisions, sources)
         self._verify_lengths(places, sources)
         return decisions
+
+    def _verify_returned(
+        self,
+        output: fx.Node,
+        places: Mapping[fx.Node, Placement],
+        sources: Mapping[fx.Node, frozenset[fx.Node]],
+    ) -> None:
+        """Raises _Failed for results of the model in parts that would have to be gathered in each
+        step, and save little: narrower than the input of their product, or larger than its weights.
+        """
+        self.returned, capture = {}, self.probe.capture
+        for node, place in places.items():
+            weights = [self._candidates.weights(source).values() for source in sources[node]]
+            numbers = sum(weight.numel() for weight in chain(*weights))
+            length = node.meta["shape"][place.dim] if isinstance(place, Split) else None
+            if not isinstance(length, int) or not (
+                has_loss(capture)
+                or prod(tensor_spec(node).resolve(capture.sizes)) <= numbers < length**2
+            ):
+                raise _Failed(output, "the model returns its result", sources[node])
+            self.returned[node] = length
 
     def _verify_lengths(
         self,
@@ -286,7 +310,7 @@ class _Search:
         for choice in range(self._choice.get(node, 0), len(openings)):
             self._choice[node] = choice
             known = self._found(node, {}, choice)
-            if isinstance(known, Decision) and isinstance(known.result, Split):
+            if isinstance(known, Decision) and (known.sums or isinstance(known.result, Split)):
                 return known
         shapes = [str(tuple(weight.shape)) for weight in self._candidates.weights(node).values()]
         why = f"{self.probe.size} ranks {_NUMBERS} its weights of {' and '.join(shapes)}"
@@ -312,9 +336,8 @@ class _Search:
         probe = self.probe
         results = self._results(node, places, candidate)
         whole = probe.run.whole(node)
-        groups = sorted({split.groups for place in places.values() for split in splits_in(place)})
-        groups += [split.groups for split in _openers(candidate)]
-        result = probe.placement([value for value, _ in results], whole, sorted({1, *groups}))
+        kinds = kinds_in({**places, **dict(enumerate((Split(0), *candidate.splits)))})
+        result = probe.placement([value for value, _ in results], whole, kinds)
         self._verify_changes(node, places, candidate, results)
         self._verify_others(node, places, candidate, result)
         if isinstance(result, Summands):
@@ -326,7 +349,7 @@ class _Search:
             raise Unplaced("summands among several results")
         if candidate.once or Summands() in candidate.state.values():
             raise Unplaced("a bias that one rank alone has")
-        if result is None and _needs_gradient(node):
+        if result is None and _needs_gradient(node) and candidate.function is None:
             raise Unplaced("each rank has the whole result, but parts of its gradient")
         return self._expressible(node, replace(candidate, result=result))
 
@@ -338,16 +361,23 @@ class _Search:
         values: Mapping[fx.Node, Any] | None = None,
     ) -> list[tuple[Any, dict[fx.Node, Any]]]:
         """What the ranks compute under the candidate. Raises Unplaced if it does not run."""
-        captured = (node.args, node.kwargs)
+        captured = (node.op, node.target, node.args, node.kwargs)
         own = {**places, **candidate.places}
+        layer = vocabulary_layer(self.probe.run.module(node), candidate)
         try:
+            if candidate.function is not None:
+                node.op, node.target = "call_function", candidate.function
             if candidate.arguments is not None:
-                node.args, node.kwargs = map_leaves(self._divided, candidate.arguments)
-            return self.probe.results(node, own, candidate.state, candidate.once, values)
+                node.args, node.kwargs = candidate.arguments
+            is_exchanging = candidate.function is not None
+            return self.probe.results(
+                *(node, own, candidate.state, candidate.once, values, layer),
+                exchanging=is_exchanging,
+            )
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             raise Unplaced(str(error).partition("\n")[0]) from error
         finally:
-            node.args, node.kwargs = captured
+            node.op, node.target, node.args, node.kwargs = captured
 
     def _verify_others(
         self,
@@ -373,14 +403,15 @@ class _Search:
     def _expressible(self, node: fx.Node, decision: Decision) -> Decision:
         """The decision. Raises Unplaced if no split layer or function computes it."""
         module = self.probe.run.module(node)
+        if decision.function is not None:
+            return decision
         if module is not None and layer_for(module, decision) is None:
             raise Unplaced(f"there is no {type(module).__name__} with such parts")
-        if module is None and node.meta["random"] and node.target not in SPLIT_FUNCTIONS:
-            raise Unplaced("it draws random numbers")
+        if module is None and node.meta["random"]:
+            is_uneven = any(split.length is not None for split in splits_in(decision.result))
+            if node.target not in SPLIT_FUNCTIONS or is_uneven:
+                raise Unplaced("it draws random numbers")
         return decision
-
-    def _divided(self, leaf: Any) -> Any:
-        return leaf.number // self.probe.size if isinstance(leaf, Local) else leaf
 
     def _verify_changes(
         self,
@@ -403,11 +434,6 @@ class _Search:
 
 def _same(first: Any, second: Any) -> bool:
     return not isinstance(second, Tensor) or is_close(first, second)
-
-
-def _openers(candidate: Decision) -> list[Split]:
-    splits = (*candidate.places.values(), *candidate.state.values())
-    return [split for split in splits if isinstance(split, Split)]
 
 
 def _needs_gradient(node: fx.Node) -> bool:

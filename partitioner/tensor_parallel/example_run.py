@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 from torch.nn.utils.stateless import _reparametrize_module
 
 from ..capture import Capture
@@ -83,12 +84,19 @@ class ExampleRun:
         return self.capture.model.get_submodule(str(node.target))
 
     def call(
-        self, node: fx.Node, given: dict[fx.Node, Any], state: Mapping[str, Tensor] | None = None
+        self,
+        node: fx.Node,
+        given: dict[fx.Node, Any],
+        state: Mapping[str, Tensor] | None = None,
+        layer: nn.Module | None = None,
     ) -> Any:
         """The result of a node for some values of its inputs, with other tensors in the module that
-        it calls."""
+        it calls, or in a `layer` in place of it."""
         reader = Reader(self.capture, self._inputs, given, self.training)
         module, own = self.module(node), dict(state or {})
+        if layer is not None:
+            args, kwargs = reader.value((node.args, node.kwargs))
+            return functional_call(layer, own, args, kwargs)
         if module is not None and self.tensors.are_drawn:
             own = self.tensors.of_module(str(node.target)) | own
         with _reparametrize_module(module, own) if module and own else nullcontext():

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from ...runtime.tensor_parallel.ranks import Split
+from ...runtime.tensor_parallel.ranks import Split, TensorRanks, using
+from ...runtime.tensor_parallel.threads import in_threads
 from ..capture import Capture
 from ..capture.model_state import Noise, in_mode, working_copies
 from .example_run import ExampleRun, cloned
@@ -55,34 +56,43 @@ class Probe:
         state: Mapping[str, Split | Summands | None],
         once: Collection[fx.Node] = (),
         values: Mapping[fx.Node, Any] | None = None,
+        layer: nn.Module | None = None,
+        *,
+        exchanging: bool = False,
     ) -> list[tuple[Any, dict[fx.Node, Any]]]:
         """The result of each rank, with the values of the node's inputs afterwards if it changes
         them.
 
         `places` are those of the inputs, `state` those of the parameters and buffers of the module
-        that the node calls; `once` are inputs, and `Summands` marks parameters, that are whole on
-        the first rank and zero on the others. `values` are those of the inputs in the whole model,
-        if they are not those of its run.
+        that the node calls, or of a split `layer` in its place; `once` are inputs, and `Summands`
+        marks parameters, that are whole on the first rank and zero on the others. `values` are
+        those of the inputs in the whole model, if they are not those of its run. The ranks run
+        together if they are `exchanging` something, and else each by itself.
         """
-        run, results = self.run, []
+        run = self.run
         tensors = run.tensors.of_module(str(node.target)) if any(state.values()) else {}
         values = values or {source: run.at(node, source) for source in node.all_input_nodes}
-        for rank in range(self.size):
+
+        def result(ranks: TensorRanks) -> tuple[Any, dict[fx.Node, Any]]:
             given: dict[fx.Node, Any] = {}
             for source, value in values.items():
-                part = self.part(value, places.get(source), rank)
-                part = part * (rank == 0) if source in once else part
+                part = self.part(value, places.get(source), ranks.rank)
+                part = part * (ranks.rank == 0) if source in once else part
                 given[source] = cloned(part) if node.meta["mutates"] else part
             own = {
-                name: tensors[name] * (rank == 0)
+                name: tensors[name] * (ranks.rank == 0)
                 if isinstance(place, Summands)
-                else self.part(tensors[name], place, rank)
+                else self.part(tensors[name], place, ranks.rank)
                 for name, place in state.items()
                 if place is not None
             }
-            result = run.call(node, given, own)
-            results.append((result, given if node.meta["mutates"] else {}))
-        return results
+            with torch.no_grad(), using(ranks):
+                result = run.call(node, given, own, layer)
+            return result, given if node.meta["mutates"] else {}
+
+        if exchanging:
+            return in_threads(self.size, result)
+        return [result(TensorRanks(rank, self.size)) for rank in range(self.size)]
 
     def part(self, value: Any, place: Placement, rank: int) -> Any:
         """What a rank has of a value that lies so."""
@@ -95,21 +105,22 @@ class Probe:
         return kind(*parts) if hasattr(value, "_fields") else kind(parts)
 
     def other_values(self, node: fx.Node, draw: int) -> dict[fx.Node, Any]:
-        """Other values for the inputs of a node that are computed: of floating point, and conditions
-        of which one alone is true or false."""
+        """Other values for the inputs of a node that are computed: of floating point, and
+        conditions of which one alone is true or false."""
         return {
             source: value if source.op == "get_attr" else _other(value, draw)
             for source in node.all_input_nodes
             for value in [self.run.at(node, source)]
         }
 
-    def placement(self, results: Sequence[Any], whole: Any, groups: Collection[int]) -> Any:
-        """How the results of the ranks lie. Raises Unplaced if they do not make the whole value."""
+    def placement(self, results: Sequence[Any], whole: Any, kinds: Collection[Split]) -> Any:
+        """How the results of the ranks lie: in parts of one of the `kinds`, whatever their
+        dimension. Raises Unplaced if they do not make the whole value."""
         if isinstance(whole, (tuple, list)):
             if any(len(result) != len(whole) for result in results):
                 raise Unplaced("another number of results")
             return tuple(
-                self.placement([result[i] for result in results], item, groups)
+                self.placement([result[i] for result in results], item, kinds)
                 for i, item in enumerate(whole)
             )
         if not isinstance(whole, Tensor):
@@ -118,23 +129,20 @@ class Probe:
             raise Unplaced("a number that depends on the part")
         if all(is_close(result, whole) for result in results):
             return None
-        return self._split(results, whole, groups)
+        return self._split(results, whole, kinds)
 
-    def _split(self, results: Sequence[Tensor], whole: Tensor, groups: Collection[int]) -> Any:
-        shapes = {result.shape for result in results}
-        if len(shapes) > 1 or results[0].dim() != whole.dim():
-            raise Unplaced("parts of other shapes")
-        part = results[0].shape
-        if part == whole.shape:
+    def _split(self, results: Sequence[Tensor], whole: Tensor, kinds: Collection[Split]) -> Any:
+        shapes = [tuple(result.shape) for result in results]
+        if set(shapes) == {tuple(whole.shape)}:
             if whole.is_floating_point() and is_close(torch.stack(list(results)).sum(0), whole):
                 return Summands()
             raise Unplaced("neither equal nor summands")
         for dim, length in enumerate(whole.shape):
-            if part[dim] * self.size != length:
-                continue
-            for number in groups:
-                split = Split(dim, number)
-                if split.fits(length, self.size) and is_close(split.whole(results), whole):
+            for split in (replace(kind, dim=dim) for kind in kinds):
+                if not split.fits(length, self.size):
+                    continue
+                of_ranks = (split.part_shape(whole.shape, r, self.size) for r in range(self.size))
+                if shapes == list(of_ranks) and is_close(split.whole(results), whole):
                     return split
         raise Unplaced("no parts of the whole")
 

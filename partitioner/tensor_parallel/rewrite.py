@@ -19,6 +19,7 @@ from ...runtime.tensor_parallel.functions import (
     part_of,
     split_dropout,
     sum_over_ranks,
+    whole_output,
 )
 from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture
@@ -63,11 +64,13 @@ class _Rewriter:
         self._split_parameters = self._found_parameters()
         self._summed: dict[fx.Node, fx.Node] = {}
         self._parts: dict[str, Split] = {}
-        self._size = derivation.size
+        self._size, self._returned = derivation.size, derivation.returned
 
     def result(self) -> SplitModel:
         for node, decision in self._decisions.items():
             self._rewrite(node, decision)
+        for node in self._returned:
+            self._gather(node)
         modules = {path: layer.module for path, layer in self._layers.items()}
         splits = {path: layer.split for path, layer in self._layers.items() if layer.split}
         calls = {
@@ -160,11 +163,15 @@ class _Rewriter:
     # --- nodes ------------------------------------------------------------------------------
 
     def _rewrite(self, node: fx.Node, decision: Decision) -> None:
-        if node.op == "call_module":
+        if decision.function is not None:
+            node.op, node.target = "call_function", decision.function
+        elif node.op == "call_module":
             self._replace_layer(node, decision)
         elif node.meta["random"] and is_split(decision.result):
             _replace_function(node, decision.result)
-        if decision.arguments is not None:
+        if decision.function is not None and decision.arguments is not None:
+            node.args, node.kwargs = decision.arguments
+        elif decision.arguments is not None:
             node.args, node.kwargs = _merged(decision.arguments, node)
         for source in list(node.all_input_nodes):
             self._replace_input(node, source, decision)
@@ -192,7 +199,7 @@ class _Rewriter:
                 return
             split = decision.places[source]
             further = (split.dim,) if split.groups == 1 else (split.dim, split.groups)
-            new = self._inserted(part_of, source, further, node)
+            new = self._inserted(part_of, source, further, node, uneven=split.length is not None)
         elif source.target is parallel_input or self._is_split(source):
             return
         elif _needs_gradient(source) and _needs_gradient(node):
@@ -206,7 +213,13 @@ class _Rewriter:
         return decision is not None and is_split(decision.result)
 
     def _inserted(
-        self, function: Callable[..., Any], source: fx.Node, further: tuple[Any, ...], node: fx.Node
+        self,
+        function: Callable[..., Any],
+        source: fx.Node,
+        further: tuple[Any, ...],
+        node: fx.Node,
+        *,
+        uneven: bool = False,
     ) -> fx.Node:
         """The call of a function of `source` in the module call around `node`, made once there as
         long as its memory is unchanged."""
@@ -216,6 +229,8 @@ class _Rewriter:
         if key not in self._inputs:
             with self._graph.inserting_before(node):
                 new = self._graph.call_function(function, (source, *further))
+                if uneven:
+                    new.kwargs = {"uneven": True}
             fresh = function is not parallel_input
             new.meta = self._meta(source, node, fresh=fresh)
             self._inputs[key] = new
@@ -226,6 +241,20 @@ class _Rewriter:
             new = self._graph.call_function(sum_over_ranks, (node,))
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         new.meta = self._meta(node, node, fresh=True)
+        self._summed[node] = new
+
+    def _gather(self, node: fx.Node) -> None:
+        """Makes a result of the model whole that is in parts."""
+        (output,) = self._graph.find_nodes(op="output")
+        split = self._decisions[node].result
+        assert isinstance(split, Split)
+        groups = (split.groups,) if split.groups != 1 else ()
+        arguments = (node, split.dim, self._returned[node], *groups)
+        with self._graph.inserting_before(_end_of_call(node)):
+            new = self._graph.call_function(whole_output, arguments)
+        output.replace_input_with(node, new)
+        new.meta = self._meta(node, output, fresh=True)
+        new.meta["hint"] = f"whole_{node.meta.get('hint') or 'output'}"
         self._summed[node] = new
 
     def _meta(self, value: fx.Node, place: fx.Node, *, fresh: bool) -> dict[str, Any]:
@@ -250,6 +279,14 @@ class _Rewriter:
 
 _OF_VALUE = ("val", "shape", "hint", "from_sizes", "example")
 _OF_PLACE = ("calls", "regions", "source", "recomputes", "stack_trace")
+
+
+def _end_of_call(node: fx.Node) -> fx.Node:
+    """The first node after the outermost module call that a node is in."""
+    calls, after = node.meta.get("calls", ()), node.next
+    while calls and after.op != "output" and after.meta.get("calls", ())[:1] == calls[:1]:
+        after = after.next
+    return after
 
 
 def _replace_function(node: fx.Node, place: Placement) -> None:

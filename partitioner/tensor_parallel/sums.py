@@ -19,6 +19,7 @@ from ...runtime.tensor_parallel.ranks import Reduction, TensorRanks, reading_los
 from ..capture import Capture, run
 from ..capture.arguments import tensors_in
 from ..capture.model_state import is_on_meta
+from .exchanging import has_loss
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ def sums_of(capture: Capture, inputs: Mapping[str, Tensor], size: int) -> dict[s
         result = call()
         counter.sums = backward = Sums()
         if _may_sum(node, capture):
-            _run_backward(node, result, values, capture)
+            _run_backward(node, result, values)
         _add_shared(node, capture, backward)
         if forward.number or backward.number:
             counted[node.name] = NodeSums(forward, backward)
@@ -79,7 +80,7 @@ def sums_of(capture: Capture, inputs: Mapping[str, Tensor], size: int) -> dict[s
     is_meta = is_on_meta(capture.model)
     tensors = {spec.name: inputs[spec.name] for spec in capture.inputs}
     ranks = TensorRanks(size=size, collectives=counter)
-    with using(ranks), reading_loss_alone(_has_loss(capture)), torch.enable_grad():
+    with using(ranks), reading_loss_alone(has_loss(capture)), torch.enable_grad():
         if is_meta:
             on_meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
             run(capture, on_meta, training=True, env=values, around=visit)
@@ -88,12 +89,6 @@ def sums_of(capture: Capture, inputs: Mapping[str, Tensor], size: int) -> dict[s
                 faked = {name: fakes.from_tensor(tensor) for name, tensor in tensors.items()}
                 run(capture, faked, training=True, env=values, around=visit)
     return counted
-
-
-def _has_loss(capture: Capture) -> bool:
-    """True for a model that returns its loss, which is all that training reads then."""
-    (output,) = capture.graph.find_nodes(op="output")
-    return isinstance(output.args[0], Mapping) and "loss" in output.args[0]
 
 
 _OWN = tensor_parallel.__name__
@@ -107,16 +102,12 @@ def _may_sum(node: fx.Node, capture: Capture) -> bool:
     return str(getattr(called, "__module__", "")).startswith(_OWN)
 
 
-def _run_backward(
-    node: fx.Node, result: Any, values: Mapping[fx.Node, Any], capture: Capture
-) -> None:
-    """Computes the gradients of a node's arguments and parameters from ones."""
+def _run_backward(node: fx.Node, result: Any, values: Mapping[fx.Node, Any]) -> None:
+    """Computes the gradients of a node's arguments from ones; those of parameters need no sum, and
+    tied ones would be reached through the nodes before."""
     outputs = [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
     given = tensors_in([values[source] for source in node.all_input_nodes if source in values])
     reached = [tensor for tensor in given if tensor.requires_grad]
-    if node.op == "call_module":
-        leaf = capture.model.get_submodule(str(node.target))
-        reached += [parameter for parameter in leaf.parameters() if parameter.requires_grad]
     if outputs and reached:
         ones = [torch.ones_like(output) for output in outputs]
         torch.autograd.grad(outputs, reached, ones, retain_graph=True, allow_unused=True)

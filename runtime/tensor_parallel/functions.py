@@ -123,9 +123,10 @@ def _mask_part(x: Tensor, p: float, split: Split, ranks: TensorRanks) -> Tensor:
     return split.part(torch.nn.functional.dropout(ones, p, True), ranks.rank, ranks.size)
 
 
-def applied(function: type[Function], *arguments: Any) -> Any:
+def applied(function: type[Function], *arguments: Any) -> Tensor:
     """The result of a differentiable function."""
-    return function.apply(*arguments)  # type: ignore[no-untyped-call]
+    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _ParallelInput(Function):

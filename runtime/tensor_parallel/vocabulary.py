@@ -81,8 +81,8 @@ def split_cross_entropy(
     own_weight = (
         None if weight is None else weight[slice(*uneven_range(classes, ranks.rank, ranks.size))]
     )
-    log_sum, logit, total = applied(
-        _SumsOfRows, logits, *_own(labels, classes, ranks), own_weight, label_smoothing > 0, ranks
+    log_sum, logit, total = _SumsOfRows.apply(  # type: ignore[no-untyped-call]
+        logits, *_own(labels, classes, ranks), own_weight, label_smoothing > 0, ranks
     )
     of_target = None if weight is None else weight[labels]
     loss = log_sum - logit if of_target is None else (log_sum - logit) * of_target
