@@ -198,10 +198,8 @@ def partition_source(
     check_profile(options)
     job = Compilation(source, options, cluster, ranks, command, PhaseTimer(on_phase), on_progress)
     captured = capture_phase(job)
-    with (
-        using(TensorRanks(size=options.tensor_parallel)),
-        reading_loss_alone(has_loss(captured.capture)),
-    ):
+    tensor_ranks = TensorRanks(size=options.tensor_parallel)
+    with using(tensor_ranks), reading_loss_alone(has_loss(captured.capture)):
         profile = profile_phase(job, captured)
         planned = plan_phase(job, captured, profile)
     if options.stop_after is not None:

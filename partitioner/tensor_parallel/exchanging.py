@@ -41,8 +41,6 @@ _CROSS_ENTROPY = _Loss(split_cross_entropy, ("input", "target"))
 _NLL_LOSS = _Loss(split_nll_loss, ("input", "target"))
 _LOG_SOFTMAX = _Loss(split_log_softmax, ("input", "dim"), with_classes=False)
 _OPTIONS = frozenset({"weight", "ignore_index", "reduction", "label_smoothing", "dtype"})
-EXCHANGING = frozenset({split_cross_entropy, split_log_softmax, split_nll_loss})
-"""The split versions, whose results and gradients are exact as they are."""
 
 
 def has_loss(capture: Capture) -> bool:
