@@ -18,7 +18,7 @@ The first stage that holds a tied weight writes its state. Under an asynchronous
 holders may have different state and write it under `<weight>@<stage>`.
 
 Where tensor ranks have parts of a weight, the first of them gathers and writes whole tensors, and a
-rank reads its parts of these.
+rank reads its parts of these; one that steps a weight as a whole writes and reads its state.
 
 Dropout needs no generator state: its numbers follow from the seed and the number of the
 micro-batch. The generators of torch, Python, NumPy and CUDA serve user code in data and criteria.
@@ -197,7 +197,8 @@ def state_of(rank: Rank) -> dict[str, Tensor]:
     if rank.world.rank == 0:
         tensors |= {f"{PROBE}.{name}": value for name, value in rank.probe.items()}
     if rank.world.tensor_rank > 0:
-        return {}
+        tensors = {}
+    tensors |= {key: tensor for key, _, tensor in _of_optimizers(rank, as_wholes=True)}
     return {name: _copied(tensor) for name, tensor in tensors.items()}
 
 
@@ -219,17 +220,18 @@ def _kept_of_weights(rank: Rank) -> Iterator[tuple[str, Tensor, Split | None]]:
     """Key, tensor and split of what is kept of each weight: tensors in its shape are parts as it
     is, and others are the same on all tensor ranks."""
     kept = _kept_by_weight(rank) if rank.world.copy == 0 else ()
-    for key, parameter, tensor in chain(_of_optimizers(rank), kept):
+    for key, parameter, tensor in chain(_of_optimizers(rank, as_wholes=False), kept):
         yield key, tensor, split_of(parameter) if tensor.shape == parameter.shape else None
 
 
-def _of_optimizers(rank: Rank) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _of_optimizers(rank: Rank, *, as_wholes: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The optimizer's state of the parameters that this replica owns; without owners, the first
-    replica's."""
+    replica's. Of those that a tensor rank steps as wholes, or of the others."""
     for stage, module in rank.modules.items():
         optimizer = rank.optimizers[stage]
         for name, parameter in module.named_parameters():
             is_own = optimizer.shards.owner(parameter) == rank.world.copy
+            is_own &= (parameter in optimizer.matrices.owners) == as_wholes
             if is_own and (key := rank.key_of(stage, name)) is not None:
                 for part, tensor in optimizer.state_of(parameter).items():
                     yield f"optimizer.{key}.{part}", parameter, tensor
@@ -254,12 +256,15 @@ class Wanted:
 
     def __init__(self, rank: Rank) -> None:
         weights = [
-            (name, rank.optimizers[stage].shards.owns(parameter))
+            (name, parameter, rank.optimizers[stage])
             for stage, module in rank.modules.items()
             for name, parameter in module.named_parameters()
         ]
-        self._names = _with_other_names((name for name, _ in weights), rank.plan)
-        self._own = _with_other_names((name for name, is_own in weights if is_own), rank.plan)
+        of_replica = (weight for weight in weights if weight[2].shards.owns(weight[1]))
+        own = (name for name, each, steps in of_replica if steps.matrices.steps(each))
+        wholes = (name for name, each, steps in weights if each in steps.matrices.owners)
+        names = (name for name, *_ in weights), own, wholes
+        self._names, self._own, self._wholes = (_with_other_names(n, rank.plan) for n in names)
         self._random = f"random.{rank.number}."
         self._ranks, self._parts = rank.tensor_ranks, _parts(rank)
         self._buffers = {name for m in rank.modules.values() for name, _ in m.named_buffers()}
@@ -278,6 +283,8 @@ class Wanted:
     def read(self, key: str, stored: Any) -> Tensor | None:
         """This rank's part of a tensor in a file (a slice of `safetensors`) that is kept of a split
         weight; None for others, which it reads whole."""
+        if key.startswith("optimizer.") and _name_in(key) in self._wholes:
+            return None
         ranks, part = self._ranks, self._parts.get(_name_in(key))
         split = None if part is None or ranks.size == 1 else split_of(part)
         if part is None or split is None:

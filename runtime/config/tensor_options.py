@@ -6,9 +6,9 @@ import shlex
 from dataclasses import replace
 
 from ..freezing.elastic import NO_CACHE
-from ..optimizers.facts import OPTIMIZERS, facts_of, in_words
+from ..optimizers.facts import OPTIMIZERS, facts_of
 from ..plan.plan import Plan
-from ..staleness.compose import METHODS, parse
+from ..staleness.compose import METHODS, parse, reads_optimizer
 from ..staleness.predicted_weights import AggregatedMsnag
 from .learning_options import DDP
 from .settings import RunConfig, Settings, SettingsError
@@ -73,19 +73,18 @@ def tensor_ranks_warning(config: RunConfig) -> str:
 
 
 def check_tensor_ranks(config: RunConfig) -> None:
-    """Raises SettingsError for an optimizer or a staleness method that needs more of a split weight
-    than a rank has."""
+    """Raises SettingsError for a staleness method that needs more of a split weight than a rank
+    has."""
     if config.tensor_ranks == 1:
         return
     given = f"--tensor-parallel {config.tensor_ranks}"
-    if not facts_of(config.optimizer).elementwise:
-        others = in_words(name for name, facts in OPTIMIZERS.items() if facts.elementwise)
-        raise SettingsError(
-            f"--optimizer {config.optimizer} steps whole matrices, but with {given} a rank has "
-            "parts of them.",
-            f"--optimizer {' or '.join(('adamw', 'sgd'))}; {others} step each number by itself.",
-        )
     for name in parse(config.methods):
+        if reads_optimizer(name) and not facts_of(config.optimizer).elementwise:
+            raise SettingsError(
+                f"--staleness {name} reads the state of the optimizer, but with {given} a rank has "
+                f"that of {config.optimizer} for some matrices.",
+                "--staleness stash, or --optimizer adamw",
+            )
         if config.clip and issubclass(METHODS[name], AggregatedMsnag):
             raise SettingsError(
                 f"--staleness {name} with --clip {config.clip:g} expects the norm of a stage's "

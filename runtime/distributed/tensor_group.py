@@ -40,7 +40,7 @@ def tensor_ranks(
     return TensorRanks(world.tensor_rank, world.tensor_ranks, observed)
 
 
-_VERBS = {"sum": "sum", "max": "take the maximum of", "gather": "gather"}
+_VERBS = {"sum": "sum", "max": "take the maximum of", "gather": "gather", "broadcast": "exchange"}
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,20 @@ class _ObservedCollectives:
         with self._waiting("gather", tensor):
             return self.collectives.all_gather(tensor)
 
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """As `Collectives`."""
+        with self._waiting("broadcast", tensor, sends=self.world.tensor_rank == source):
+            return self.collectives.broadcast(tensor, source)
+
     def close(self) -> None:
         """As `Collectives`."""
         self.collectives.close()
 
     @contextmanager
-    def _waiting(self, op: str, tensor: Tensor) -> Iterator[None]:
+    def _waiting(self, op: str, tensor: Tensor, *, sends: bool = True) -> Iterator[None]:
         ranks = self.world.grid.tensor_group_of(self.world.rank)
         others = [rank for rank in ranks if rank != self.world.rank]
-        self.activities.sent[TENSOR_RANKS] += tensor.nbytes
+        self.activities.sent[TENSOR_RANKS] += tensor.nbytes if sends else 0
         with self.activities.during(Activity("exchange", _waits(others, op, tensor))):
             try:
                 yield

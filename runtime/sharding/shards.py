@@ -123,29 +123,6 @@ WHOLE = Shards()
 """A stage that is not shared out."""
 
 
-class OwnedSteps:
-    """What the optimizer steps of a stage do for its replicas, whoever makes them; `shards` are the
-    owners of its parameters."""
-
-    def __init__(self, shards: Shards) -> None:
-        self.shards = shards
-        self._followers: list[Callable[[], None]] = []
-
-    def spread(self, tensors: Mapping[Tensor, Tensor]) -> None:
-        """Gives tensors, by their parameter, the values that they have at its owner."""
-        self.shards.spread(tensors)
-
-    def follow(self, act: Callable[[], None]) -> None:
-        """Calls `act` after every step, when all weights of the stage are new."""
-        self._followers.append(act)
-
-    def finish_step(self) -> None:
-        """Exchanges the new weights. Collective among replicas that own different parameters."""
-        self.shards.spread({each: each for each in self.shards.owners if each.requires_grad})
-        for act in self._followers:
-            act()
-
-
 def _receive(message: _Message) -> None:
     message.work.wait()
     if message.targets:

@@ -262,6 +262,11 @@ def _check_parts(names: Sequence[str]) -> None:
             deciders[part] = name
 
 
+def reads_optimizer(name: str) -> bool:
+    """True for a method that depends on the optimizer or its state."""
+    return not METHODS[name].needs.isdisjoint(_OF_OPTIMIZERS)
+
+
 def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] | None:
     """An unmet requirement in words and its cure, or None."""
     if need in _OF_OPTIMIZERS:

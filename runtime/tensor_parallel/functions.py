@@ -168,21 +168,21 @@ class _PartOf(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(gradients[0], ctx.shape, ctx.split, ctx.ranks), None, None
+        return gathered(gradients[0], ctx.shape, ctx.split, ctx.ranks), None, None
 
 
 class _WholeOf(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: Split, ranks: TensorRanks) -> Tensor:
         ctx.split, ctx.ranks = split, ranks
-        return _gathered(x, split.whole_shape(x.shape, ranks.size), split, ranks)
+        return gathered(x, split.whole_shape(x.shape, ranks.size), split, ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return ctx.split.part(gradients[0], ctx.ranks.rank, ctx.ranks.size), None, None
 
 
-def _gathered(part: Tensor, shape: Sequence[int], split: Split, ranks: TensorRanks) -> Tensor:
+def gathered(part: Tensor, shape: Sequence[int], split: Split, ranks: TensorRanks) -> Tensor:
     """The tensor of this shape of which the ranks have these parts, the smaller ones filled up."""
     of_ranks = [split.part_shape(shape, rank, ranks.size)[split.dim] for rank in range(ranks.size)]
     filled = list(part.shape)

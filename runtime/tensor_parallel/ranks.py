@@ -160,6 +160,9 @@ class Collectives(Protocol):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, which have the same shape, by rank: new contiguous tensors."""
 
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """The tensor of the rank `source`; that of the others has its shape and dtype."""
+
     def close(self) -> None:
         """Ends the connections between the ranks."""
 
@@ -189,6 +192,10 @@ class TensorRanks:
         if self.collectives is None:
             return [tensor.clone(memory_format=torch.contiguous_format) for _ in range(self.size)]
         return self.collectives.all_gather(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """As `Collectives`."""
+        return tensor if self.collectives is None else self.collectives.broadcast(tensor, source)
 
     def close(self) -> None:
         """As `Collectives`."""

@@ -103,5 +103,8 @@ class _Collectives:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [part.clone() for part in self.ranks.exchange(self.rank, "gather", tensor)]
 
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        return self.ranks.exchange(self.rank, "broadcast", tensor)[source].clone()
+
     def close(self) -> None:
         """Does nothing, because threads have no connections."""

@@ -44,6 +44,7 @@ from ..errors import AsyncPipeError
 from ..executor.instrumented import Activities, Activity
 from ..executor.tied_parameters import shared_weights
 from ..plan.plan import Plan
+from ..sharding.matrices import NO_MATRICES, WholeMatrices
 from ..sharding.shards import WHOLE, Shards
 from ..tensor_parallel.ranks import split_of, whole_shape
 
@@ -57,6 +58,7 @@ class NormShare:
     owned: the tied parameters that this stage counts.
     is_first: False on tensor ranks that count no parameters but those of which they have a part.
     shards: the owners of all of them among the replicas of the stage.
+    matrices: the owners, among its tensor ranks, of those that are stepped as wholes.
     """
 
     own: list[nn.Parameter]
@@ -64,6 +66,7 @@ class NormShare:
     owned: list[nn.Parameter]
     is_first: bool = True
     shards: Shards = WHOLE
+    matrices: WholeMatrices = NO_MATRICES
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """True if this rank counts the parameter, and not another tensor rank."""

@@ -25,7 +25,9 @@ from ..plan.plan import Plan
 from ..schedule.asynchronous import Delays
 from ..schedule.schedule import Action, Numbering
 from ..sharding.divide import divide
+from ..sharding.matrices import share_out_matrices
 from ..staleness.weight_versions import LedgerEntry
+from ..tensor_parallel.ranks import ONE_RANK, TensorRanks
 from .clipping import (
     Finite,
     StageNorms,
@@ -67,6 +69,7 @@ class OptimizerStepper(SummingObserver):
     after_step: called with each stage after its step.
     own: steps the stages in place of the optimizer that the options name.
     learning_rate: as for StageOptimizer.
+    tensor_ranks: the ranks that share out the layers of the stages.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class OptimizerStepper(SummingObserver):
         after_step: Callable[[int], None] | None = None,
         own: OwnOptimizer | None = None,
         learning_rate: Callable[[int], float] | None = None,
+        tensor_ranks: TensorRanks = ONE_RANK,
     ) -> None:
         super().__init__(activities or Activities())
         self._after_step = after_step
@@ -96,7 +100,9 @@ class OptimizerStepper(SummingObserver):
         self._stages = len(plan.stages)
         late = delays or [0] * self._stages
         self._refresh_periods = refresh_periods(late, config.refresh_every or 1)
-        self._shards = divide(plan, modules, config, gradient_group)  # freezing keeps the owners
+        # Freezing keeps the owners.
+        self._shards = divide(plan, modules, config, gradient_group)
+        self._matrices = share_out_matrices(plan, modules, config, tensor_ranks, self._shards)
         self._make_optimizers()
         self._scale = None if config.loss_scale is None else LossScale(config.loss_scale)
         self._gradients: dict[int, list[Tensor | None]] = {}
@@ -121,7 +127,8 @@ class OptimizerStepper(SummingObserver):
         self._parameters = {j: list(module.parameters()) for j, module in modules.items()}
         tensor_rank, shards = world.tensor_rank, self._shards
         self.shares = {
-            j: share_of(plan, j, each, tensor_rank, shards[j]) for j, each in modules.items()
+            j: replace(share_of(plan, j, each, tensor_rank, shards[j]), matrices=self._matrices[j])
+            for j, each in modules.items()
         }
         self.sums = gradient_sums(
             self.shares, held_parameters(plan, modules, world), world, self._gradient_group

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..config.settings import SettingsError
 from ..control.user_optimizer import load_user_state, user_state_of
-from ..sharding.shards import OwnedSteps
+from ..sharding.owned_steps import OwnedSteps
 from .clipping import NormShare
 
 _SCHEDULED = ("lr", "momentum", "betas")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from inspect import unwrap
 from typing import Any, Protocol
@@ -24,7 +25,9 @@ from ..control.user_optimizer import load_user_state, make_user_optimizer, user_
 from ..optimizers.facts import OPTIMIZERS, OptimizerFacts
 from ..optimizers.param_groups import Joint, hidden_matrices
 from ..plan.plan import Plan
-from ..sharding.shards import WHOLE, OwnedSteps, Shards
+from ..sharding.matrices import NO_MATRICES, WholeMatrices
+from ..sharding.owned_steps import OwnedSteps
+from ..sharding.shards import WHOLE, Shards
 from ..staleness.protocol import Steps
 from .clipping import NormShare, StageNorms
 
@@ -40,9 +43,11 @@ def uncompiled(kind: type[Optimizer]) -> Callable[..., Optimizer]:
 
 
 class StageSteps(Steps, Protocol):
-    """The optimizer steps of one stage; `shards` are the owners of its parameters."""
+    """The optimizer steps of one stage; `shards` and `matrices` are the owners of its parameters
+    among its replicas and tensor ranks."""
 
     shards: Shards
+    matrices: WholeMatrices
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """The optimizer's state of a parameter."""
@@ -71,10 +76,12 @@ class StageOptimizer(OwnedSteps):
     lr_factor: the factor of a callback on the scheduled learning rate.
 
     Arguments:
-    hidden, shared, refresh_every: as for `make_optimizer`.
+    hidden, shared: as for `make_optimizer`.
     clip_factor: the factor by which a coming step would clip; without it nothing is clipped.
     learning_rate: the factor of the learning rate at a step, by default that of the options.
     shards: the owners of the parameters; the optimizer has those of this replica.
+    matrices: the owners of split weights that are stepped as wholes; the optimizer has those of
+        this tensor rank.
     """
 
     def __init__(
@@ -84,17 +91,21 @@ class StageOptimizer(OwnedSteps):
         *,
         hidden: Sequence[Tensor] = (),
         shared: Mapping[str, Tensor] | None = None,
-        refresh_every: int | None = None,
         clip_factor: Callable[[Sequence[Tensor], float], float] | None = None,
         learning_rate: Callable[[int], float] | None = None,
         shards: Shards = WHOLE,
+        matrices: WholeMatrices = NO_MATRICES,
     ) -> None:
-        super().__init__(shards)
+        super().__init__(shards, matrices)
         named = [
-            (name, parameter)
+            (name, own)
             for name, parameter in stage.named_parameters()
             if parameter.requires_grad and shards.owns(parameter)
+            if (own := matrices.stepped(parameter)) is not None
         ]
+        hidden = [own for each in hidden if (own := matrices.stepped(each)) is not None]
+        stepped = {name: matrices.stepped(each) for name, each in (shared or {}).items()}
+        apart = {name: own for name, own in stepped.items() if own is not None}
         self._is_users = config.optimizer not in OPTIMIZERS
         self._config = config
         self._factor = learning_rate or learning_rate_of(config)
@@ -102,12 +113,10 @@ class StageOptimizer(OwnedSteps):
         self._clip_factor = clip_factor
         self.optimizer: Optimizer | None = None
         if named and self._is_users:
-            self.optimizer = make_user_optimizer(named, config, shared or {})
+            self.optimizer = make_user_optimizer(named, config, apart)
         elif named:
             trainable = [parameter for _, parameter in named]
-            self.optimizer = make_optimizer(
-                trainable, config, hidden=hidden, shared=shared, refresh_every=refresh_every
-            )
+            self.optimizer = make_optimizer(trainable, config, hidden=hidden, shared=apart)
         if self.optimizer is not None:
             self._scheduler = LambdaLR(self.optimizer, self._factor)
 
@@ -129,10 +138,13 @@ class StageOptimizer(OwnedSteps):
         return 1.0 if self._clip_factor is None else self._clip_factor(gradients, scale)
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The optimizer's state of a parameter."""
-        if self._is_users and self.optimizer is not None:
-            return user_state_of(self.optimizer, parameter)
-        state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
+        """The optimizer's state of a parameter; of one that is stepped as a whole on its owner."""
+        own = self.matrices.stepped(parameter)
+        if own is None or self.optimizer is None:
+            return {}
+        if self._is_users:
+            return user_state_of(self.optimizer, own)
+        state = self.optimizer.state.get(own, {})
         return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
     def load(self, states: Mapping[Tensor, Mapping[str, Tensor]], steps: int) -> None:
@@ -144,6 +156,8 @@ class StageOptimizer(OwnedSteps):
         if self.optimizer is None:
             return
         self._scheduler.last_epoch = steps
+        stepped = ((self.matrices.stepped(each), state) for each, state in states.items())
+        states = {own: state for own, state in stepped if own is not None}
         for group, base_lr in zip(
             self.optimizer.param_groups, self._scheduler.base_lrs, strict=True
         ):
@@ -165,20 +179,24 @@ class StageOptimizer(OwnedSteps):
 
     def step(self, lr_scale: float = 1.0, shared: Mapping[str, float] | None = None) -> None:
         """Makes one optimizer step, at the scheduled learning rate times `lr_scale`, or for a tied
-        parameter times its scale in `shared`. Collective among replicas that own different
-        parameters: all receive the new weights."""
-        if self.optimizer is not None:
-            groups = self.optimizer.param_groups
-            scheduled = [group["lr"] for group in groups]
-            for group, lr in zip(groups, scheduled, strict=True):
-                scale = self.lr_factor * (shared or {}).get(group.get("shared", ""), lr_scale)
-                if scale != 1.0:
-                    group["lr"] = lr * scale
-            self.optimizer.step()
-            for group, lr in zip(groups, scheduled, strict=True):
-                group["lr"] = lr
-            self._scheduler.step()
+        parameter times its scale in `shared`. Collective among replicas and tensor ranks that own
+        different parameters: all receive the new weights."""
+        with self.matrices.gathered():
+            if self.optimizer is not None:
+                self._step(self.optimizer, lr_scale, shared or {})
         self.finish_step()
+
+    def _step(self, optimizer: Optimizer, lr_scale: float, shared: Mapping[str, float]) -> None:
+        groups = optimizer.param_groups
+        scheduled = [group["lr"] for group in groups]
+        for group, lr in zip(groups, scheduled, strict=True):
+            scale = self.lr_factor * shared.get(group.get("shared", ""), lr_scale)
+            if scale != 1.0:
+                group["lr"] = lr * scale
+        optimizer.step()
+        for group, lr in zip(groups, scheduled, strict=True):
+            group["lr"] = lr
+        self._scheduler.step()
 
     def skip(self) -> None:
         """Skips a step; the learning rate still advances, as in a loop that steps its scheduler."""
@@ -203,15 +221,17 @@ def built_in_steps(
 ) -> StageOptimizer:
     """The steps of stage `index` by the optimizer that the options name; `norms` are those by which
     each stage clips alone, if it does."""
+    if config.refresh_every:
+        config = replace(config, refresh_every=refresh_every)
     return StageOptimizer(
         stage,
         config,
         hidden=hidden_matrices(plan, index, stage),
         shared=share.shared_by_name if config.is_async else None,
-        refresh_every=refresh_every,
         clip_factor=partial(norms.expected_factor, index) if norms else None,
         learning_rate=learning_rate,
         shards=share.shards,
+        matrices=share.matrices,
     )
 
 
@@ -239,13 +259,11 @@ def make_optimizer(
     *,
     hidden: Sequence[Tensor] = (),
     shared: Mapping[str, Tensor] | None = None,
-    refresh_every: int | None = None,
 ) -> Optimizer:
     """The optimizer of the run, with weight decay for matrices and without for vectors.
 
     An optimizer of hidden matrices steps those in `hidden`, and AdamW everything else. Each of the
-    `shared`, by name, has its own group, whose option `shared` is that name. `refresh_every` is in
-    steps, by default that of the run.
+    `shared`, by name, has its own group, whose option `shared` is that name.
     """
     given, apart = list(parameters), shared or {}
     facts = OPTIMIZERS[config.optimizer]
@@ -260,7 +278,7 @@ def make_optimizer(
             matrices,
             lr=config.lr,
             weight_decay=config.weight_decay,
-            **_arguments(facts, config, refresh_every),
+            **_arguments(facts, config),
         )
         parts.append(part)
     if others:
@@ -268,16 +286,14 @@ def make_optimizer(
     return parts[0] if len(parts) == 1 else uncompiled(Joint)(parts)
 
 
-def _arguments(
-    facts: OptimizerFacts, config: RunConfig, refresh_every: int | None = None
-) -> dict[str, Any]:
+def _arguments(facts: OptimizerFacts, config: RunConfig) -> dict[str, Any]:
     """The arguments of the optimizer's class besides the learning rate and the weight decay."""
     values = {
         "momentum": config.momentum,
         "nesterov": config.nesterov,
         "betas": config.betas,
         "eps": config.eps,
-        "refresh_every": refresh_every or config.refresh_every,
+        "refresh_every": config.refresh_every,
     }
     return {**{name: values[name] for name in facts.takes}, **facts.arguments}
 

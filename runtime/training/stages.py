@@ -123,6 +123,7 @@ class TrainedStages:
             after_step=after_step,
             own=own,
             learning_rate=setup.learning_rate,
+            tensor_ranks=setup.tensor_ranks,
         )
         self.executor.attach(self.stepper.optimizers)
         if self.freezing is not None and self.freezing.reads_gradients:

@@ -65,6 +65,11 @@ def takes_shares(ranks: int, size_bytes: int) -> bool:
     return ranks > 2 and size_bytes > DIRECT_BYTES
 
 
+def _empty_like(tensor: Tensor, device: str | None = None) -> Tensor:
+    """Contiguous memory for as many numbers."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
+
+
 class GroupCollectives:
     """The ranks of a group of torch, over gloo or NCCL."""
 
@@ -84,6 +89,13 @@ class GroupCollectives:
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(parts, own, self._group)
         return parts
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """As `Collectives`."""
+        is_own = dist.get_rank(self._group) == source
+        result = tensor.detach().contiguous() if is_own else _empty_like(tensor)
+        dist.broadcast(result, group=self._group, group_src=source)
+        return result
 
     def close(self) -> None:
         """Does nothing: the group belongs to the run."""
@@ -122,6 +134,13 @@ class MpiCollectives:
         """As `Collectives`."""
         parts = self._gathered(tensor.detach().cpu().reshape(-1))
         return [part.view(tensor.shape).to(tensor.device) for part in parts]
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """As `Collectives`."""
+        is_own = self._rank == source
+        result = tensor.detach().cpu().contiguous() if is_own else _empty_like(tensor, "cpu")
+        self._finish(self._world.Ibcast(self._bytes(result), source), result.nbytes)
+        return result.to(tensor.device)
 
     def close(self) -> None:
         """Lets go of the communicator. Collective."""

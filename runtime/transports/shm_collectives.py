@@ -78,22 +78,32 @@ class ShmCollectives:
                 result.view(-1)[start : start + len(part)].copy_(part)
         return [result.to(tensor.device) for result in results]
 
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """As `Collectives`."""
+        is_own = source == self._rank
+        result = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for start, parts in self._exchanged("broadcast", tensor, gives=is_own):
+            result.view(-1)[start : start + len(parts[source])].copy_(parts[source])
+        return result.to(tensor.device)
+
     def close(self) -> None:
         """Ends the connections."""
         self._peers.close()
 
-    def _exchanged(self, op: str, tensor: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+    def _exchanged(
+        self, op: str, tensor: Tensor, *, gives: bool = True
+    ) -> Iterator[tuple[int, list[Tensor]]]:
         """The pieces of the ranks' tensors in shared memory, with the place of their first
-        element."""
+        element; of this one if it `gives` its own."""
         tensor, pieces = tensor.detach(), self._pieces_of(tensor.dtype)
         count, most = tensor.numel(), len(pieces[0][0])
-        flat = tensor if count <= most else tensor.reshape(-1)
+        flat = tensor.reshape(-1) if gives and count > most else tensor
         for start in range(0, count, most):
             self._turn ^= 1
             own, stop = pieces[self._turn][self._rank], min(start + most, count)
-            if count <= most:
+            if gives and count <= most:
                 own[:count].view(tensor.shape).copy_(tensor)
-            else:
+            elif gives:
                 own[: stop - start].copy_(flat[start:stop])
             self._meet(f"{op} of {tensor.dtype} {list(tensor.shape)}" if start == 0 else "")
             yield start, [piece[: stop - start] for piece in pieces[self._turn]]

@@ -16,8 +16,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import asyncpipe
 from asyncpipe.partitioner.models.load import load_model
 from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.sharding.owned_steps import OwnedSteps
 from asyncpipe.runtime.sharding.owners import owners_of
-from asyncpipe.runtime.sharding.shards import MESSAGE_BYTES, UNDER_WAY, OwnedSteps, Shards
+from asyncpipe.runtime.sharding.shards import MESSAGE_BYTES, UNDER_WAY, Shards
 from asyncpipe.runtime.training.clipping import NormShare
 from asyncpipe.runtime.training.replica_gradients import GradientSums
 from asyncpipe.tests.support.models.copies import made_once
