@@ -75,6 +75,9 @@ def faults(rank: int, kind: str, ranks: int) -> list[str]:
         gathered = zip(group.all_gather(own), of_ranks, strict=True)
         if not all(same_bits(each, expected) for each, expected in gathered):
             wrong.append(f"tensors of case {number}")
+        source = number % ranks
+        if not same_bits(group.broadcast(own, source), of_ranks[source]):
+            wrong.append(f"broadcast of case {number}")
         if not (own.equal(before) and found.is_contiguous()):
             wrong.append(f"layout of case {number}")
     group.close()
