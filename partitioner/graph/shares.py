@@ -29,4 +29,5 @@ def gradient_bytes(sums: StageSums, replicas: int, zero: int) -> Floats:
         return sums.param_bytes
     kept = owned_bytes(sums, replicas) + np.asarray(sums.tied_bytes)
     passing = np.asarray(sums.largest_param_bytes) + UNDER_WAY * MESSAGE_BYTES
-    return np.minimum(sums.param_bytes, kept + passing)
+    most: Floats = np.minimum(sums.param_bytes, kept + passing)
+    return most

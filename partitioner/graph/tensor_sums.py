@@ -39,9 +39,11 @@ def with_sums(graph: nx.DiGraph, ranks: int, link: Link) -> nx.DiGraph:
     ranks, also on other kinds of devices. The attribute `sums_ms` has (forward, backward) of it."""
     timed: nx.DiGraph = graph.copy()
     for _, node in timed.nodes(data=True):
-        of_node = [float(node.get(name, 0.0)) for name in SUM_ATTRIBUTES]
-        forward_ms = sums_ms(*of_node[:2], ranks, link)
-        backward_ms = sums_ms(*of_node[2:], ranks, link)
+        forward, forward_bytes, backward, backward_bytes = (
+            float(node.get(name, 0.0)) for name in SUM_ATTRIBUTES
+        )
+        forward_ms = sums_ms(forward, forward_bytes, ranks, link)
+        backward_ms = sums_ms(backward, backward_bytes, ranks, link)
         if not forward_ms + backward_ms:
             continue
         node["forward_ms"] = node.get("forward_ms", 0.0) + forward_ms
