@@ -119,7 +119,7 @@ def choose(
     check_number(cluster, stages)
     search = _search(graph, cluster, stages, method, options)
     tried: dict[Shape, TriedLayout] = {}
-    refused: PlanError | None = None
+    refused: dict[Shape, PlanError] = {}
     setting = search.setting(Layout(((0,),)))
     unequal = setting.is_asynchronous and setting.zero < GRADIENTS
     for shape in shapes(len(cluster.devices), stages, unequal=unequal):
@@ -130,11 +130,13 @@ def choose(
             tried[shape] = search.tried(shape, is_asked=is_asked)
         except PlanError as error:
             if is_asked:
-                refused = refused or error
+                refused[shape] = error
     least = {shape: one.least for shape, one in tried.items()}
     eligible = {shape: one for shape, one in least.items() if stages in (None, len(shape))}
     if not eligible:
-        raise refused or PlanError("no device can be used.")
+        # Replicas need no more memory, and may share some of it out.
+        most = max(refused, key=max, default=None)
+        raise refused[most] if most else PlanError("no device can be used.")
     shape = _least(eligible)
     best = search.best(tried[shape], shape)
     listed = tuple(range(sum(shape)))
