@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from ...runtime.tensor_parallel.ranks import Split, split_of_length
+from ...runtime.tensor_parallel.ranks import Groups, Split, split_of_length
 from ..capture.arguments import map_leaves
 from ..capture.values import Local
 from .decisions import Decision
 from .exchanging import split_version
+from .fused_blocks import blocks_behind
 from .probe import Placement, Probe, Summands, splits_in
 
 FUSED = (1, 3, 2)
@@ -41,7 +42,7 @@ class Candidates:
         for dim in range(max((weight.dim() for weight in weights.values()), default=0)):
             if dim == 0 and isinstance(module, nn.Embedding):
                 continue
-            for groups in FUSED:
+            for groups in self._blocks(node, weights, dim):
                 split = Split(dim, groups)
                 if opening := self._with_weights(node, weights, split, Split(0, groups)):
                     yield opening
@@ -65,6 +66,13 @@ class Candidates:
         spec = self._probe.capture.tensor_spec(words)
         sample = spec.resolve({**self._probe.capture.sizes, "batch": 1})
         return module.num_embeddings > prod(sample)
+
+    def _blocks(self, node: fx.Node, weights: Mapping[Any, Tensor], dim: int) -> list[Groups]:
+        """The blocks that the output of a product may have: usual ones, then those that its readers
+        take apart."""
+        lengths = {weight.shape[dim] for weight in weights.values() if dim < weight.dim()}
+        read = blocks_behind(node, lengths.pop()) if len(lengths) == 1 else []
+        return list(dict.fromkeys((*FUSED, *read)))
 
     def weights(self, node: fx.Node) -> dict[Any, Tensor]:
         """The parameters of at least two dimensions that a node reads: by their names in the module

@@ -270,29 +270,29 @@ class _Search:
             return None
         if not places:
             return self._opened(node)
-        found = self._found(node, places, None)
+        found = self._found(node, places)
         if isinstance(found, Unplaced):
             raise _Failed(node, str(found), sources)
         return found
 
     def _found(
-        self, node: fx.Node, places: dict[fx.Node, Placement], opening: int | None
+        self, node: fx.Node, places: dict[fx.Node, Placement], opening: Decision | None = None
     ) -> Decision | Unplaced:
         """The decision for a node on parts, or for one of the openings of a product: found with the
         first node of its kind, once."""
         first = self.probe.run.first[node]
         inputs = tuple(places.get(source) for source in node.all_input_nodes)
-        key = (first, inputs, opening)
+        opened = None if opening is None else moved(opening, node, first)
+        key = (first, inputs, opened and (*opened.places.items(), *opened.state.items()))
         if key not in self._known:
-            own = {
+            own: dict[fx.Node, Placement] = {
                 n: place for n, place in zip(first.all_input_nodes, inputs, strict=True) if place
             }
             try:
-                if opening is None:
+                if opened is None:
                     self._known[key] = self._continued(first, own)
                 else:
-                    candidate = list(self._candidates.openings(first))[opening]
-                    self._known[key] = self._tried(first, {}, candidate)
+                    self._known[key] = self._tried(first, {}, opened)
             except Unplaced as error:
                 # Its traceback would keep the tensors of all frames.
                 self._known[key] = Unplaced(str(error))
@@ -309,7 +309,7 @@ class _Search:
             return None
         for choice in range(self._choice.get(node, 0), len(openings)):
             self._choice[node] = choice
-            known = self._found(node, {}, choice)
+            known = self._found(node, {}, openings[choice])
             if isinstance(known, Decision) and (known.sums or isinstance(known.result, Split)):
                 return known
         shapes = [str(tuple(weight.shape)) for weight in self._candidates.weights(node).values()]

@@ -134,7 +134,7 @@ class Split:
             return torch.cat(list(parts), self.dim)
         length = sum(part.shape[self.dim] for part in parts)
         own = [block // len(parts) for block in self._blocks(length)]
-        blocks = [part.split(own, self.dim) for part in parts]
+        blocks = [torch.split(part, own, self.dim) for part in parts]
         return torch.cat(
             [block for group in zip(*blocks, strict=True) for block in group], self.dim
         )

@@ -43,6 +43,21 @@ class Attention(nn.Module):
         return self.out((scores @ v).transpose(1, 2).reshape(batch, length, 16))
 
 
+class Grouped(nn.Module):
+    """Fused queries, keys and values of fewer heads, taken apart by slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 32), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x)
+        q, k, v = qkv[..., :16], qkv[..., 16:24], qkv[..., 24:]
+        heads = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (q, k, v))
+        y = nn.functional.scaled_dot_product_attention(*heads, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
 class Pictures(nn.Module):
     """Channels of convolutions with a batch norm, changed in place, and dropped."""
 
@@ -194,6 +209,13 @@ def test_fused_attention_is_split_by_heads_with_its_dropout_and_bias(tmp_path: P
     assert "split_dropout(" in text
     assert "local(4)" in text
     assert "split_parameter(torch.empty(4, 1, 1), dim=0)" in text
+    assert share(tmp_path / "net") > 0.95
+
+
+def test_fused_blocks_of_unequal_width_are_split_each(tmp_path: Path) -> None:
+    text = split(tmp_path / "net", Grouped(), {"x": torch.randn(2, 5, 16)})
+    assert "ColumnLinear(16, 32, groups=(16, 8, 8))" in text
+    assert "qkv[..., local(16) : local(24)]" in text
     assert share(tmp_path / "net") > 0.95
 
 
