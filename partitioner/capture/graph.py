@@ -204,7 +204,7 @@ class Reader:
         if isinstance(leaf, LocalDevice):
             return self.device
         if isinstance(leaf, Local):
-            return local(leaf.number, uneven=leaf.uneven)
+            return local(self._leaf(leaf.number), uneven=leaf.uneven)
         return leaf
 
 

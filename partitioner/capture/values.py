@@ -175,7 +175,7 @@ class Local:
     """A size in a model whose layers are split over ranks: each rank has its share of it; the
     shares of one that the ranks do not divide are uneven."""
 
-    number: int
+    number: int | Size
     uneven: bool = False
 
     def __repr__(self) -> str:

@@ -79,7 +79,7 @@ def literals(node: fx.Node) -> Iterator[Any]:
             case int() | float():
                 yield argument
             case Local(number):
-                yield number
+                yield from walk(number)
             case tuple() | list():
                 for item in argument:
                     yield from walk(item)

@@ -226,7 +226,7 @@ class CostWalk:
             if isinstance(leaf, LocalDevice):
                 return self.device
             if isinstance(leaf, Local):
-                return local(leaf.number, uneven=leaf.uneven)
+                return local(resolve(leaf.number), uneven=leaf.uneven)
             return leaf
 
         return map_leaves(resolve, argument)

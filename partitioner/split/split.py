@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from ...runtime.errors import PlanError
-from ..capture import Capture, LocalDevice, Size
+from ..capture import Capture, Local, LocalDevice, Size
 from ..capture.graph import LocalNames, is_external
 from ..capture.leaf_modules import is_torch_leaf
 from ..graph.rematerialize import Recomputation
@@ -271,6 +271,8 @@ def sizes_in(argument: Any) -> Iterator[str]:
     """The symbols of all sizes in a node's arguments."""
     if isinstance(argument, Size):
         yield from sorted(symbol.name for symbol in argument.expr.free_symbols)
+    elif isinstance(argument, Local):
+        yield from sizes_in(argument.number)
     elif isinstance(argument, (tuple, list)):
         for item in argument:
             yield from sizes_in(item)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
-from itertools import combinations
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations, count
 from math import prod
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor, fx, nn
 
 from ...runtime.tensor_parallel.ranks import Groups, Split, split_of_length
 from ..capture.arguments import map_leaves
-from ..capture.values import Local
+from ..capture.values import Local, Size
 from .decisions import Decision
+from .example_run import Samples
 from .exchanging import split_version
 from .fused_blocks import blocks_behind
 from .probe import Placement, Probe, Summands, splits_in
@@ -147,7 +149,8 @@ class Candidates:
         ]
         yield from plain
         uneven = {kind.length for kind in kinds}
-        for arguments in divided_sizes((node.args, node.kwargs), self._probe.size, uneven):
+        sizes = DividedSizes(self._probe.size, self._probe.run.sizes, uneven)
+        for arguments in sizes.of((node.args, node.kwargs)):
             for candidate in plain:
                 yield replace(candidate, arguments=arguments)
 
@@ -166,6 +169,8 @@ class Candidates:
         weights = self.weights(node)
         dims = range(max((weight.dim() for weight in weights.values()), default=0))
         for kind in kinds:
+            if isinstance(kind.groups, Samples):
+                continue
             if weights:
                 for dim in reversed(dims):
                     for vectors in (Summands(), kind, None):
@@ -187,6 +192,8 @@ class Candidates:
                 continue
             for dim in reversed(range(value.dim())):
                 for split in (replace(kind, dim=dim) for kind in kinds):
+                    if source.op == "get_attr" and isinstance(split.groups, Samples):
+                        continue
                     if split.fits(value.shape[dim], self._probe.size) and value.shape[dim] > 1:
                         yield Decision(places={source: split})
 
@@ -197,35 +204,42 @@ def kinds_in(places: Mapping[Any, Any]) -> list[Split]:
     return sorted(found, key=lambda split: (str(split.groups), split.length or 0))
 
 
-def divided_sizes(arguments: Any, size: int, uneven: Collection[int | None] = ()) -> Iterator[Any]:
-    """The arguments with one size or several as `Local` ones; `uneven` lengths are those that the
-    ranks divide unequally."""
-    places: list[int] = []
+@dataclass(frozen=True)
+class DividedSizes:
+    """The sizes in arguments of which each rank has a share.
 
-    def is_divided(leaf: Any) -> bool:
-        return type(leaf) is int and leaf > 1 and (leaf % size == 0 or leaf in uneven)
+    size: the number of ranks
+    sizes: the sizes of the example by symbol
+    uneven: lengths that the ranks divide unequally
+    """
 
-    def count(leaf: Any) -> Any:
-        if is_divided(leaf):
-            places.append(len(places))
-        return leaf
+    size: int
+    sizes: Mapping[str, int]
+    uneven: Collection[int | None] = ()
 
-    map_leaves(count, arguments)
-    for number in range(1, min(len(places), _MOST_SIZES) + 1):
-        for chosen in combinations(places, number):
-            yield map_leaves(_divider(frozenset(chosen), size, is_divided), arguments)
+    def of(self, arguments: Any) -> Iterator[Any]:
+        """The arguments with one size or several divided, numbers or those that depend on the
+        input's, such as that of heads and samples together."""
+        places: list[int] = []
 
-
-def _divider(
-    chosen: frozenset[int], size: int, is_divided: Callable[[Any], bool]
-) -> Callable[[Any], Any]:
-    position = -1
-
-    def divide(leaf: Any) -> Any:
-        nonlocal position
-        if not is_divided(leaf):
+        def find(leaf: Any) -> Any:
+            if self._is_divided(leaf):
+                places.append(len(places))
             return leaf
-        position += 1
-        return Local(leaf, uneven=leaf % size > 0) if position in chosen else leaf
 
-    return divide
+        map_leaves(find, arguments)
+        for number in range(1, min(len(places), _MOST_SIZES) + 1):
+            for chosen in combinations(places, number):
+                position = count()
+                yield map_leaves(partial(self._replaced, frozenset(chosen), position), arguments)
+
+    def _is_divided(self, leaf: Any) -> bool:
+        number = leaf.evaluate(self.sizes) if isinstance(leaf, Size) else leaf
+        if type(number) is not int or number <= 1:
+            return False
+        return number % self.size == 0 or (leaf is number and number in self.uneven)
+
+    def _replaced(self, chosen: Collection[int], position: Iterator[int], leaf: Any) -> Any:
+        if not self._is_divided(leaf) or next(position) not in chosen:
+            return leaf
+        return Local(leaf, uneven=leaf in self.uneven and leaf % self.size > 0)

@@ -23,6 +23,7 @@ from ...runtime.tensor_parallel.ranks import Split
 from ...runtime.tensor_parallel.vocabulary import VocabEmbedding
 from ..capture.arguments import map_leaves
 from ..capture.leaf_modules import construct
+from .example_run import Samples
 from .probe import Placement, Summands
 
 
@@ -151,7 +152,7 @@ def _unsplit(module: nn.Module, decision: Decision) -> Layer | None:
         return None if list(module.parameters()) else Layer(module)
     if type(module) is nn.Dropout and isinstance(decision.result, Split):
         split = decision.result
-        if split.length is not None:
+        if split.length is not None or isinstance(split.groups, Samples):
             return None
         return Layer(SplitDropout(module.p, dim=split.dim, groups=split.groups))
     if "dropout" in type(module).__name__.lower():

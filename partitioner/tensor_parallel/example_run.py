@@ -19,9 +19,16 @@ from ..capture import Capture
 from ..capture.check import real
 from ..capture.graph import Reader, refused_sizes, run, run_node
 from ..capture.model_state import seed_all
-from ..capture.sizes import dynamic_of, nearby_sizes, resized, smaller_sizes
+from ..capture.sizes import BATCH, dynamic_of, nearby_sizes, resized, smaller_sizes
 from .kinds import Kinds
 from .model_tensors import ModelTensors
+
+_SAMPLES = 5
+
+
+class Samples(int):
+    """The number of samples as that of the blocks of a dimension that are divided each, where heads
+    and samples are one dimension."""
 
 
 class ExampleRun:
@@ -30,6 +37,7 @@ class ExampleRun:
 
     first: for each node that runs the first one of its kind, which is run in its place
     tensors: the parameters, buffers and constants
+    sizes: the sizes by symbol
     """
 
     def __init__(self, capture: Capture, inputs: Mapping[str, Any], size: int) -> None:
@@ -45,16 +53,27 @@ class ExampleRun:
 
     def start(self) -> None:
         """Runs the model at the first sizes that it accepts."""
-        sizes, dims = self.capture.sizes, dynamic_of(self.capture.inputs)
-        for choice in (smaller_sizes(sizes), nearby_sizes(sizes)):
-            chosen = {name: n + (n % self._size == 0) for name, n in choice.items()}
-            if not refused_sizes(self.capture.graph, chosen):
+        captured, dims = self.capture.sizes, dynamic_of(self.capture.inputs)
+        small = smaller_sizes(captured)
+        if BATCH in captured:
+            # No usual number of blocks of a fused projection.
+            small[BATCH] = _SAMPLES
+        for choice in (small, smaller_sizes(captured), nearby_sizes(captured)):
+            self.sizes = {name: n + (n % self._size == 0) for name, n in choice.items()}
+            if not refused_sizes(self.capture.graph, self.sizes):
                 try:
-                    self._compute_all(resized(self._given, dims, chosen))
+                    self._compute_all(resized(self._given, dims, self.sizes))
                     return
                 except Exception:  # The model has rules for its inputs.
                     continue
+        self.sizes = dict(captured)
         self._compute_all(self._given)
+
+    @property
+    def samples(self) -> Samples | None:
+        """The samples, if the number of blocks of no other division is the same."""
+        number = self.sizes.get(BATCH, 0)
+        return Samples(number) if number >= _SAMPLES and number % self._size else None
 
     def whole(self, node: fx.Node) -> Any:
         """The value of a node when it was computed."""

@@ -77,6 +77,8 @@ class Probe:
             given: dict[fx.Node, Any] = {}
             for source, value in values.items():
                 part = self.part(value, places.get(source), ranks.rank)
+                if source.op != "get_attr":
+                    part = laid_out(part, value)
                 part = part * (ranks.rank == 0) if source in once else part
                 given[source] = cloned(part) if node.meta["mutates"] else part
             own = {
@@ -137,8 +139,9 @@ class Probe:
             if whole.is_floating_point() and is_close(torch.stack(list(results)).sum(0), whole):
                 return Summands()
             raise Unplaced("neither equal nor summands")
+        of_samples = [Split(0, self.run.samples)] if self.run.samples else []
         for dim, length in enumerate(whole.shape):
-            for split in (replace(kind, dim=dim) for kind in kinds):
+            for split in (replace(kind, dim=dim) for kind in (*kinds, *of_samples)):
                 if not split.fits(length, self.size):
                     continue
                 of_ranks = (split.part_shape(whole.shape, r, self.size) for r in range(self.size))
@@ -173,6 +176,19 @@ def _other(value: Any, draw: int) -> Any:
         other.view(-1)[-1] = not draw
         return other
     return torch.randn_like(value) if value.is_floating_point() or value.is_complex() else value
+
+
+def laid_out(part: Any, whole: Any) -> Any:
+    """A part in the layout in which a rank computes it, if the whole value fills its memory."""
+    if not isinstance(part, Tensor) or part is whole or not part.numel():
+        return part
+    last = sum(
+        (length - 1) * stride for length, stride in zip(whole.shape, whole.stride(), strict=True)
+    )
+    if last + 1 != whole.numel():
+        return part
+    order = sorted(range(whole.dim()), key=lambda dim: -whole.stride(dim))
+    return torch.empty_permuted(part.shape, order, dtype=part.dtype).copy_(part)
 
 
 def is_close(value: Any, whole: Tensor) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import networkx as nx
+import sympy
 from torch import Tensor, fx, nn
 
 from ...runtime.tensor_parallel.functions import (
@@ -24,8 +25,11 @@ from ...runtime.tensor_parallel.functions import (
 from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture
 from ..capture.leaf_modules import is_torch_leaf
+from ..capture.sizes import BATCH
+from ..capture.values import Size
 from .decisions import SPLIT_FUNCTIONS, Decision, Layer, layer_for, split_alike
 from .derive import Derivation
+from .example_run import Samples
 from .probe import Placement, is_split
 
 
@@ -198,7 +202,7 @@ class _Rewriter:
             if source in self._split_parameters:
                 return
             split = decision.places[source]
-            further = (split.dim,) if split.groups == 1 else (split.dim, split.groups)
+            further = (split.dim, *_groups(split))
             new = self._inserted(part_of, source, further, node, uneven=split.length is not None)
         elif source.target is parallel_input or self._is_split(source):
             return
@@ -248,8 +252,7 @@ class _Rewriter:
         (output,) = self._graph.find_nodes(op="output")
         split = self._decisions[node].result
         assert isinstance(split, Split)
-        groups = (split.groups,) if split.groups != 1 else ()
-        arguments = (node, split.dim, self._returned[node], *groups)
+        arguments = (node, split.dim, self._returned[node], *_groups(split))
         with self._graph.inserting_before(_end_of_call(node)):
             new = self._graph.call_function(whole_output, arguments)
         output.replace_input_with(node, new)
@@ -289,12 +292,18 @@ def _end_of_call(node: fx.Node) -> fx.Node:
     return after
 
 
+def _groups(split: Split) -> tuple[Any, ...]:
+    """The argument for the blocks of a split, if it has several."""
+    if isinstance(split.groups, Samples):
+        return (Size(sympy.Symbol(BATCH, integer=True, positive=True)),)
+    return () if split.groups == 1 else (split.groups,)
+
+
 def _replace_function(node: fx.Node, place: Placement) -> None:
     assert isinstance(place, Split)
     node.target = SPLIT_FUNCTIONS[node.target]
     options: dict[str, Any] = {"dim": place.dim}
-    if place.groups != 1:
-        options["groups"] = place.groups
+    options |= dict(zip(("groups",), _groups(place), strict=False))
     if node.target is split_dropout:
         given = dict(zip(("p", "training"), node.args[1:], strict=False)) | node.kwargs
         node.args = (node.args[0], given.get("p", 0.5), given.get("training", True))

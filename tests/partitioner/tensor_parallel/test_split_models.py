@@ -58,6 +58,24 @@ class Grouped(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
+class Merged(nn.Module):
+    """Heads and samples in one dimension, with a bias of the scores and dropout on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            y.view(batch, length, 4, 4).transpose(1, 2).reshape(batch * 4, length, 4)
+            for y in (self.q(x), self.k(x), self.v(x))
+        )
+        scores = torch.baddbmm(bias.reshape(batch * 4, 1, length), q, k.transpose(1, 2)).softmax(-1)
+        y = nn.functional.dropout(scores, 0.2, self.training) @ v
+        return self.out(y.view(batch, 4, length, 4).transpose(1, 2).flatten(2))
+
+
 class Pictures(nn.Module):
     """Channels of convolutions with a batch norm, changed in place, and dropped."""
 
@@ -216,6 +234,15 @@ def test_fused_blocks_of_unequal_width_are_split_each(tmp_path: Path) -> None:
     text = split(tmp_path / "net", Grouped(), {"x": torch.randn(2, 5, 16)})
     assert "ColumnLinear(16, 32, groups=(16, 8, 8))" in text
     assert "qkv[..., local(16) : local(24)]" in text
+    assert share(tmp_path / "net") > 0.95
+
+
+def test_heads_that_are_one_dimension_with_samples_are_split(tmp_path: Path) -> None:
+    inputs = {"x": torch.randn(3, 5, 16), "bias": torch.randn(3, 4, 5)}
+    text = split(tmp_path / "net", Merged(), inputs)
+    assert "reshape(local(4 * batch), 5, 4)" in text
+    assert ", 1, 5), 0, batch)" in text
+    assert "dim=0, groups=batch)" in text
     assert share(tmp_path / "net") > 0.95
 
 
