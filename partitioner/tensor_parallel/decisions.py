@@ -14,10 +14,13 @@ from ...runtime.tensor_parallel.layers import (
     ColumnConv1d,
     ColumnConv2d,
     ColumnLinear,
+    GroupConv1d,
+    GroupConv2d,
     RowConv1d,
     RowConv2d,
     RowLinear,
     SplitDropout,
+    SplitGroupNorm,
 )
 from ...runtime.tensor_parallel.ranks import Split
 from ...runtime.tensor_parallel.vocabulary import VocabEmbedding
@@ -97,6 +100,11 @@ _ROWS: Mapping[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: RowConv2d,
     nn.Embedding: VocabEmbedding,
 }
+_GROUPS: Mapping[type[nn.Module], type[nn.Module]] = {
+    nn.Conv1d: GroupConv1d,
+    nn.Conv2d: GroupConv2d,
+    nn.GroupNorm: SplitGroupNorm,
+}
 SPLIT_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     torch.nn.functional.dropout: split_dropout,
     torch.nn.functional.scaled_dot_product_attention: split_attention,
@@ -111,6 +119,8 @@ def layer_for(module: nn.Module, decision: Decision) -> Layer | None:
         return _unsplit(module, decision)
     split = state.get("weight")
     known = (_ROWS if decision.sums else _COLUMNS).get(type(module))
+    if (of_groups := _of_groups(module, split)) is not None:
+        return None if decision.sums else Layer(_built(module, of_groups, Split(0)))
     if known is not None and isinstance(split, Split):
         if isinstance(module, nn.Linear | nn.Embedding) or split in (Split(0), Split(1)):
             return Layer(_built(module, known, split))
@@ -121,12 +131,25 @@ def layer_for(module: nn.Module, decision: Decision) -> Layer | None:
     return Layer(module, split=alike)
 
 
-def vocabulary_layer(module: nn.Module | None, decision: Decision) -> nn.Module | None:
-    """The layer for an embedding of which each rank has some rows; None for other modules."""
+def probed_layer(module: nn.Module | None, decision: Decision, size: int) -> nn.Module | None:
+    """The layer of `size` ranks for a module that computes something else with its parts: an
+    embedding of some rows, groups of channels. None for other modules."""
     split = decision.state.get("weight")
     if type(module) is nn.Embedding and isinstance(split, Split) and split.dim == 0:
         return _built(module, VocabEmbedding, split)
-    return None
+    kind = None if module is None else _of_groups(module, split)
+    if module is None or kind is None or _groups_of(module) % size:
+        return None
+    return _built(module, kind, Split(0))
+
+
+def _of_groups(module: nn.Module, split: Any) -> type[nn.Module] | None:
+    """The layer for a module whose groups of channels are split."""
+    return _GROUPS.get(type(module)) if _groups_of(module) > 1 and split == Split(0) else None
+
+
+def _groups_of(module: nn.Module) -> int:
+    return int(getattr(module, "num_groups", getattr(module, "groups", 1)))
 
 
 def split_alike(module: nn.Module, state: Mapping[str, Split | Summands | None]) -> Split | None:

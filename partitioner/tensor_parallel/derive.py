@@ -27,7 +27,7 @@ from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture
 from ..capture.graph import tensor_spec
 from .candidates import Candidates, kinds_in
-from .decisions import SPLIT_FUNCTIONS, Decision, layer_for, moved, vocabulary_layer
+from .decisions import SPLIT_FUNCTIONS, Decision, layer_for, moved, probed_layer
 from .example_run import cloned
 from .exchanging import has_loss
 from .probe import (
@@ -363,7 +363,7 @@ class _Search:
         """What the ranks compute under the candidate. Raises Unplaced if it does not run."""
         captured = (node.op, node.target, node.args, node.kwargs)
         own = {**places, **candidate.places}
-        layer = vocabulary_layer(self.probe.run.module(node), candidate)
+        layer = probed_layer(self.probe.run.module(node), candidate, self.probe.size)
         try:
             if candidate.function is not None:
                 node.op, node.target = "call_function", candidate.function

@@ -5,6 +5,7 @@ Each is written with the sizes of the whole model and holds this rank's part.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -98,6 +99,73 @@ class RowConv(nn.modules.conv._ConvNd):
                 input, self.weight, None if self.bias is None else on_one_rank(self.bias)
             )
         )
+
+
+class GroupConv(nn.modules.conv._ConvNd):
+    """A convolution of groups of channels, which are split over the ranks with their inputs."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, *args: Any, groups: int, **kwargs: Any
+    ) -> None:
+        super().__init__(
+            local(in_channels), local(out_channels), *args, groups=local(groups), **kwargs
+        )
+        self.groups = groups
+        mark_split(self.weight, Split(0))
+        if self.bias is not None:
+            mark_split(self.bias, Split(0))
+
+    def _convolved(self, function: Callable[..., Tensor], input: Tensor) -> Tensor:
+        padding: Any = self.padding
+        if self.padding_mode != "zeros":
+            around = self._reversed_padding_repeated_twice
+            input, padding = nn.functional.pad(input, around, mode=self.padding_mode), 0
+        sizes = (self.stride, padding, self.dilation, local(self.groups))
+        return function(input, self.weight, self.bias, *sizes)
+
+
+class GroupConv1d(GroupConv, nn.Conv1d):
+    """An `nn.Conv1d` of groups of channels, such as a depthwise one, which are split over the
+    ranks."""
+
+    __signature__ = signature(nn.Conv1d)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The channels of this rank."""
+        return self._convolved(nn.functional.conv1d, input)
+
+
+class GroupConv2d(GroupConv, nn.Conv2d):
+    """An `nn.Conv2d` of groups of channels, such as a depthwise one, which are split over the
+    ranks."""
+
+    __signature__ = signature(nn.Conv2d)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The channels of this rank."""
+        return self._convolved(nn.functional.conv2d, input)
+
+
+class SplitGroupNorm(nn.GroupNorm):
+    """An `nn.GroupNorm` whose groups of channels are split over the ranks."""
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(local(num_groups), local(num_channels), eps, dtype=dtype)
+        self.num_groups = num_groups
+        mark_split(self.weight, Split(0))
+        mark_split(self.bias, Split(0))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The channels of this rank."""
+        groups = local(self.num_groups)
+        return nn.functional.group_norm(input, groups, self.weight, self.bias, self.eps)
 
 
 class ColumnConv1d(ColumnConv, nn.Conv1d):

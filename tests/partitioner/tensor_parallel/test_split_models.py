@@ -89,6 +89,18 @@ class Pictures(nn.Module):
         return x + self.second(self.dropout(self.relu(self.norm(self.first(x)))))
 
 
+class Groups(nn.Module):
+    """A norm over groups of channels, and a depthwise convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 1)
+        self.norm, self.depthwise = nn.GroupNorm(4, 8), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.depthwise(self.norm(self.up(x)).relu()).relu())
+
+
 class local(nn.Module):
     """Names of split layers, of their functions, and of a layer that is called twice."""
 
@@ -252,6 +264,13 @@ def test_convolutions_are_split_by_channels_with_their_batch_norm(tmp_path: Path
     assert "split_module(nn.BatchNorm2d(8))" in text
     assert "RowConv2d(8, 3, kernel_size=3, padding=1)" in text
     assert "SplitDropout(0.3, 1)" in text
+
+
+def test_groups_of_channels_are_split(tmp_path: Path) -> None:
+    text = split(tmp_path / "net", Groups(), {"x": torch.randn(4, 3, 6, 6)})
+    assert "SplitGroupNorm(4, 8)" in text
+    assert "GroupConv2d(8, 8, kernel_size=3, padding=1, groups=8)" in text
+    assert share(tmp_path / "net") > 0.95
 
 
 def test_names_of_a_model_that_are_those_of_split_layers_stay_apart(tmp_path: Path) -> None:
