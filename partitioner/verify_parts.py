@@ -123,7 +123,6 @@ class _Run:
         with torch.random.fork_rng(devices=[]):
             (whole,) = in_threads(1, self._run)
             parts = in_threads(size, self._run)
-        verify_splits_alike(self.plan, parts[0].splits)
         splits = {
             f"{stage} {name}": split
             for stage, own in parts[0].splits.items()
@@ -151,6 +150,7 @@ class _Run:
             own = splits_of(stage)
             splits[spec.index] = own
             stages.append(self._filled(stage, own, ranks))
+        verify_splits_alike(self.plan, splits)
         seed_all(1)
         with torch.set_grad_enabled(self.gradients):
             values = {**self.inputs}

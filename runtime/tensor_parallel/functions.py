@@ -53,8 +53,10 @@ def on_one_rank(x: Tensor) -> Tensor:
 def part_of(x: Tensor, dim: int, groups: Groups = 1, *, uneven: bool = False) -> Tensor:
     """This rank's part of a whole tensor; the gradient of the whole is put together again."""
     ranks = current_ranks()
-    split = Split(dim, groups, x.shape[dim] if uneven else None)
-    return x if ranks.size == 1 else applied(_PartOf, x, split, ranks)
+    if ranks.size == 1:
+        return x
+    split = split_of_length(dim, x.shape[dim], ranks.size) if uneven else Split(dim, groups)
+    return applied(_PartOf, x, split, ranks)
 
 
 def whole_output(x: Tensor, dim: int, length: int, groups: Groups = 1) -> Tensor:

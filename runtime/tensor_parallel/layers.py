@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .functions import local, on_one_rank, parallel_input, split_dropout, sum_over_ranks
-from .ranks import Groups, Split, current_ranks, mark_split
+from .ranks import Groups, Split, current_ranks, mark_split, split_of_length
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -34,7 +34,9 @@ class _SplitLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         sizes, ranks = [out_features, in_features], current_ranks()
-        split = Split(self.split_dim, groups, sizes[self.split_dim] if uneven else None)
+        split = Split(self.split_dim, groups)
+        if uneven:
+            split = split_of_length(self.split_dim, sizes[self.split_dim], ranks.size)
         rows, columns = split.part_shape(sizes, ranks.rank, ranks.size)
         super().__init__(columns, rows, bias, dtype=dtype)
         self.groups, self.uneven = groups, uneven
@@ -213,7 +215,9 @@ def split_parameter(
     requires_grad: bool = True,
 ) -> nn.Parameter:
     """A parameter of the whole shape, split along `dim`: this rank's part of it."""
-    split, ranks = Split(dim, groups, whole.shape[dim] if uneven else None), current_ranks()
+    split, ranks = Split(dim, groups), current_ranks()
+    if uneven:
+        split = split_of_length(dim, whole.shape[dim], ranks.size)
     part = split.part(whole, ranks.rank, ranks.size) if ranks.size > 1 else whole
     parameter = nn.Parameter(part.contiguous(), requires_grad)
     mark_split(parameter, split)

@@ -21,8 +21,9 @@ from asyncpipe.partitioner.tensor_parallel.example_run import ExampleRun
 from asyncpipe.partitioner.verify_parts import verify_parts
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.executor.loading import load_stage_class
+from asyncpipe.runtime.executor.tied_splits import verify_tied_alike
 from asyncpipe.runtime.plan.plan import read_plan
-from asyncpipe.runtime.tensor_parallel import splits_of
+from asyncpipe.runtime.tensor_parallel import TensorRanks, splits_of
 from asyncpipe.runtime.tensor_parallel.threads import in_threads
 from asyncpipe.tests.support.models.generated import CASES
 
@@ -200,6 +201,49 @@ class Counted(nn.Module):
         return self.last(self.first(self.down(y)).relu())
 
 
+class Words(nn.Module):
+    """A vocabulary that two ranks cannot divide equally, in an embedding and a head that may share
+    its weight; a loss of a module, and the logits as a result."""
+
+    def __init__(self, *, is_tied: bool = True) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(33, 8, padding_idx=0), nn.Linear(8, 33)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.loss = nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=3)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> dict[str, Tensor]:
+        x = self.embed(words)
+        logits = self.head(x + self.down(torch.relu(self.up(x))))
+        return {"loss": self.loss(logits.view(-1, 33), words.view(-1)), "logits": logits}
+
+
+class Logarithms(Words):
+    """The losses of logarithms of probabilities, which are the result too."""
+
+    def forward(self, words: Tensor) -> dict[str, Tensor]:
+        logarithms = torch.log_softmax(self.head(self.embed(words)), -1)
+        loss = nn.functional.nll_loss(logarithms.transpose(1, 2), words, reduction="sum")
+        return {"loss": loss, "logarithms": logarithms}
+
+
+class Logits(Words):
+    """No loss."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embed(words))
+        return logits
+
+
+class ReadsAll(Words):
+    """An embedding whose tied weight is read whole elsewhere."""
+
+    def forward(self, words: Tensor) -> dict[str, Tensor]:
+        mean = self.embed.weight.mean(0)
+        return {"y": self.down(torch.relu(self.up(self.embed(words) + mean)))}
+
+
 def split(
     folder: Path, model: nn.Module, inputs: dict[str, Any], size: int = 2, **options: Any
 ) -> str:
@@ -315,6 +359,60 @@ def test_published_models_in_two_stages_compute_the_same_on_two_ranks(
     case = CASES[name]
     split(tmp_path / "net", case.build(), dict(case.example_inputs), stages=2)
     assert share(tmp_path / "net") > 0.3
+
+
+def words() -> dict[str, Tensor]:
+    return {"words": torch.randint(1, 33, (2, 5), generator=torch.Generator().manual_seed(0))}
+
+
+def test_a_tied_vocabulary_is_divided_into_unequal_parts_in_all_stages(tmp_path: Path) -> None:
+    text = split(tmp_path / "net", Words(), words(), stages=2)
+    assert "VocabEmbedding(33, 8, padding_idx=0)" in text
+    assert "ColumnLinear(8, 33, uneven=True)" in text
+    assert "view(-1, local(33, uneven=True))" in text
+    assert "whole_logits = whole_output(logits, 2, 33)" in text
+    assert "classes=33" in text and "label_smoothing=0.1" in text
+    plan = read_plan(tmp_path / "net")
+    assert [shared.stages for shared in plan.shared] == [(0, 1)]
+    first = {"embed.weight": 17 * 8, "up": 8 * 8 + 8, "down": 8 * 8 + 8}
+    last = {"head.weight": 17 * 8, "head.bias": 17}
+    total = sum(stage.param_bytes for stage in plan.stages)
+    assert total == 4 * (sum(first.values()) + sum(last.values()))
+
+
+def test_logarithms_of_probabilities_are_divided_by_classes(tmp_path: Path) -> None:
+    text = split(tmp_path / "net", Logarithms(is_tied=False), words())
+    assert "split_log_softmax(" in text and "split_nll_loss(" in text
+
+
+def test_logits_of_a_model_without_a_loss_are_gathered(tmp_path: Path) -> None:
+    text = split(tmp_path / "net", Logits(), {"words": words()["words"][:1]})
+    assert "return whole_output(logits, 2, 33)" in text
+
+
+def test_a_vocabulary_that_is_read_whole_stays_whole_with_a_note(tmp_path: Path) -> None:
+    text = split(tmp_path / "net", ReadsAll(), words())
+    assert "VocabEmbedding" not in text
+    notes = read_plan(tmp_path / "net").notes
+    assert any("embed whole: its weights are also read whole" in note for note in notes)
+
+
+def test_a_tied_weight_that_stages_divide_in_two_ways_is_refused(tmp_path: Path) -> None:
+    model, folder = Words(), tmp_path / "net"
+    split(folder, model, words(), stages=2)
+    plan, path = read_plan(folder), tmp_path / "net" / "stage_1.py"
+    verify_tied_alike(folder, plan, [0], TensorRanks(size=2))
+    path.write_text(
+        path.read_text().replace("ColumnLinear(8, 33, uneven=True)", "nn.Linear(8, 33)")
+    )
+    message = (
+        r"embed\.weight of stage 0 and head\.weight of stage 1 are one tied parameter, but over "
+        r"the tensor ranks the first is divided along dimension 0.* and the second whole"
+    )
+    with pytest.raises(PlanError, match=message):
+        verify_tied_alike(folder, plan, [0], TensorRanks(size=2))
+    with pytest.raises(PlanError, match=message):
+        verify_parts(model, plan, folder, words(), 2)
 
 
 def test_heads_that_the_ranks_do_not_divide_stay_whole_with_a_note(tmp_path: Path) -> None:
