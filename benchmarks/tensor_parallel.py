@@ -355,6 +355,12 @@ CONFIGURATIONS = {
     "DDP, 2 replicas": ("one", "--schedule", "ddp", "--replicas", "2", "--threads", "1"),
     "1f1b, 2 stages": ("two", "--schedule", "1f1b", "--threads", "1"),
     "1 stage x 2 tensor ranks": ("split", "--schedule", "1f1b", "--threads", "1"),
+    "1 stage x 2 tensor ranks, sums over gloo": (
+        *("split", "--schedule", "1f1b", "--threads", "1", "--transport", "gloo"),
+    ),
+    "1 stage x 2 tensor ranks, without sums": (
+        *("split", "--schedule", "1f1b", "--threads", "1", "--transport", "none"),
+    ),
 }
 
 

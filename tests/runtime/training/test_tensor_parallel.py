@@ -13,7 +13,7 @@ from asyncpipe.runtime.checkpoint.folders import checkpoints_in
 from asyncpipe.runtime.config.settings import Settings, SettingsError
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.launch.job import make_job
-from asyncpipe.tests.support.faults.run_faults import FaultyRun
+from asyncpipe.tests.support.faults.run_faults import FaultyRun, segments_of
 from asyncpipe.tests.support.models.hand_folders import WIDTH, exact_settings, write_mlp
 from asyncpipe.tests.support.models.split_folders import HIDDEN, write_split_mlp
 from asyncpipe.tests.support.oracles.resumed_runs import tensors_in
@@ -194,11 +194,14 @@ def test_a_rank_that_waits_for_a_sum_in_vain_says_for_whom(tmp_path: Path) -> No
 
 def test_a_tensor_rank_that_dies_ends_all(folders: Path, tmp_path: Path) -> None:
     with FaultyRun(folders / "two", tmp_path / "run", {"steps": 100_000}) as started:
-        os.kill(started.wait_for_step(ranks=4)[1], signal.SIGKILL)
+        processes = started.wait_for_step(ranks=4)
+        left = set().union(*map(segments_of, processes))
+        os.kill(processes[1], signal.SIGKILL)
         started.now()
         ended = started.finish()
     named = "error: rank 1 (stage 0, tensor rank 1) was killed by SIGKILL at step "
     assert ended.first_line.startswith(named) and ended.after_s < 10
+    assert not left, "memory with a name would stay"
 
 
 @pytest.mark.parametrize(
