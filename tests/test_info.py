@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,16 @@ from asyncpipe.runtime.launch import info
 from asyncpipe.runtime.launch import info as described
 from asyncpipe.runtime.transports.mpi import load_mpi
 
-SECTIONS = ["versions", "extras", "backends", "processor", "gpus", "links", "a run here"]
+SECTIONS = [
+    "versions",
+    "torch build",
+    "extras",
+    "backends",
+    "processor",
+    "gpus",
+    "links",
+    "a run here",
+]
 FOUR_CORES = Topology(tuple(Core(0, (cpu,)) for cpu in range(4)))
 
 
@@ -37,6 +47,10 @@ def test_all_sections_are_told_as_text_and_as_json(
     printed = json.loads(capsys.readouterr().out)
     assert list(printed) == SECTIONS
     assert printed["versions"]["torch"] == torch.__version__
+    assert (
+        f"TORCH_VERSION={torch.__version__.partition('+')[0]}" in printed["torch build"]["settings"]
+    )
+    assert printed["processor"]["memory policy"]
     assert printed["links"] and "loopback" in json.dumps(printed["links"])
     assert ask(monkeypatch, "--ranks", "2") == 0
     text = capsys.readouterr().out
@@ -72,7 +86,7 @@ def test_mpi_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     except TransportError:
         assert "MPI does not start" in printed
     else:
-        assert "thread level MULTIPLE" in printed
+        assert "thread level MULTIPLE" in printed and "memory of GPUs" in printed
         assert printed.split()[0] in ("MPICH", "Open", "Intel(R)")
 
 
@@ -102,6 +116,27 @@ def test_a_process_that_we_start_imports_nothing_from_the_current_folder(
     monkeypatch.setattr(info, "find_spec", lambda name: True)
     monkeypatch.setattr(info, "_ASK_MPI", "import stray")
     assert "No module named 'stray'" in info._mpi()
+
+
+def test_gpus_are_told_with_those_whose_memory_they_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(name="Card", total_memory=8 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(
+        torch.cuda, "can_device_access_peer", lambda one, other: {one, other} < {0, 1, 3}
+    )
+    told = info.gpus()
+    assert told["0"] == "Card, 8.0 GiB, compute capability 9.0, reads the memory of 1"
+    assert told["2"].endswith("reads the memory of no other")
+
+
+def test_the_policy_of_memory_is_the_kernels(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    assert info.memory_policy(tmp_path) == "unknown"
+    lines = "7f00 bind:0 anon=1 N0=1\n7f01 default file=/x\n7f02 bind:0 anon=2"
+    (tmp_path / "self" / "numa_maps").write_text(lines)
+    assert info.memory_policy(tmp_path) == "bind:0, default"
 
 
 def given_machine(

@@ -268,6 +268,13 @@ class ExecutionOptions:
         on_resume="ignored",
         changes_losses=True,
     )
+    mpi_memory: str = _launches(
+        "auto",
+        Choice(("auto", "host", "cuda")),
+        "Memory that --transport mpi takes messages of GPUs from: the GPU's (cuda), or the CPU's, "
+        "to which they are copied (host); auto asks the library.",
+        on_resume="ignored",
+    )
     interface: str | None = _launches(
         None,
         Text("a network interface", "eth0", form(r"\S+")),

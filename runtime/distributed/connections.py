@@ -136,6 +136,7 @@ def make_transport(
         timeout_s=options.patience_s,
         device=device,
         lanes=frozenset().union(*(lanes_of_plan(plan, ranks) for ranks in schedule.placements)),
+        mpi_memory=options.mpi_memory,
     )
 
 

@@ -15,7 +15,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from importlib.util import find_spec
 from math import isfinite
@@ -41,7 +41,7 @@ from ..errors import AsyncPipeError, TransportError
 from ..extras import install
 from ..formatting import counted, write_bytes
 from ..import_path import ISOLATED
-from ..process import EXTRAS, cpu_model, describe_environment, memory_bytes, version_of
+from ..process import EXTRAS, PROC, cpu_model, describe_environment, memory_bytes, version_of
 from ..transports.choose import Circumstances, choose, has_nccl
 from ..transports.mpi import mpiexec
 
@@ -61,6 +61,7 @@ def cpu() -> dict[str, str]:
         "usable": usable,
         "of": counted(os.cpu_count() or 1, "logical CPU"),
         "memory nodes": ", ".join(map(str, topology.nodes)),
+        "memory policy": memory_policy(),
         "memory": write_bytes(memory_bytes()) if memory_bytes() else "unknown",
     }
 
@@ -75,11 +76,38 @@ def gpus() -> dict[str, str]:
     cards = {}
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
+        others = [other for other in range(torch.cuda.device_count()) if other != index]
+        reached = [other for other in others if torch.cuda.can_device_access_peer(index, other)]
         cards[str(index)] = (
             f"{card.name}, {write_bytes(card.total_memory)}, compute capability "
             f"{card.major}.{card.minor}"
+            + (
+                f", reads the memory of {', '.join(map(str, reached)) or 'no other'}"
+                if others
+                else ""
+            )
         )
     return cards
+
+
+def torch_build() -> dict[str, str]:
+    """How torch was built, as `torch.__config__.show()` says."""
+    _, *lines = (line.strip(" -,") for line in torch.__config__.show().splitlines() if line.strip())
+    settings = "Build settings: "
+    return {
+        "with": "; ".join(line for line in lines if not line.startswith(settings)),
+        "settings": "".join(line.removeprefix(settings) for line in lines if settings in line),
+    }
+
+
+def memory_policy(proc: Path = PROC) -> str:
+    """The kernel's policy for the memory of this process, such as default or bind:0."""
+    try:
+        lines = (proc / "self/numa_maps").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    policies = Counter(line.split()[1] for line in lines)
+    return ", ".join(policy for policy, _ in policies.most_common()) or "unknown"
 
 
 def links(sys: Path = SYS) -> dict[str, str]:
@@ -111,9 +139,11 @@ _OF_LAUNCHERS = ("PMI", "OMPI_", "PRTE", "HYDRA", "MPI_", "SLURM_")
 _ASK_MPI = """
 import json
 from mpi4py import MPI
+from asyncpipe.runtime.mpi_memory import takes_cuda
 levels = {getattr(MPI, "THREAD_" + name): name for name in
           ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
-print(json.dumps([MPI.Get_library_version().strip("\\0"), levels.get(MPI.Query_thread(), "?")]))
+print(json.dumps([MPI.Get_library_version().strip("\\0"), levels.get(MPI.Query_thread(), "?"),
+                  takes_cuda(MPI.COMM_WORLD)]))
 """
 
 
@@ -173,10 +203,11 @@ def _mpi() -> str:
     if answer.returncode:
         lines_of_error = answer.stderr.strip().splitlines() or ["it ended without a message"]
         return f"mpi4py is installed, but MPI does not start: {lines_of_error[-1].strip()}"
-    library, level = json.loads(answer.stdout.splitlines()[-1])
+    library, level, is_aware = json.loads(answer.stdout.splitlines()[-1])
     lines = " ".join(library.split())
     enough = "" if level == "MULTIPLE" else ", which is too low: two threads call it"
-    return f"{_shortened(lines)}, thread level {level}{enough}"
+    memory = "takes memory of GPUs" if is_aware else "does not take memory of GPUs"
+    return f"{_shortened(lines)}, thread level {level}{enough}, {memory}"
 
 
 def _shortened(library: str) -> str:
@@ -265,6 +296,7 @@ def describe(ranks: int | None = None) -> dict[str, Section]:
     at least 2)."""
     sections: dict[str, Callable[[], Section]] = {
         "versions": versions,
+        "torch build": torch_build,
         "extras": extras,
         "backends": backends,
         "processor": cpu,

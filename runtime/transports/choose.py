@@ -159,6 +159,7 @@ def open_transport(
     timeout_s: float,
     device: str | torch.device,
     lanes: Iterable[Lane] = (),
+    mpi_memory: str = "auto",
 ) -> Transport:
     """This rank's end; every rank of `group` calls it, with the same `lanes`. Groups are those of
     one pipeline each, and every rank is in one."""
@@ -169,7 +170,9 @@ def open_transport(
     if name == "nccl":
         return NcclTransport(lanes, group, timeout_s=timeout_s, device=device)
     if name == "mpi":
-        return MpiTransport(_communicator(group), timeout_s=timeout_s, device=device)
+        return MpiTransport(
+            _communicator(group), timeout_s=timeout_s, device=device, memory=mpi_memory
+        )
     if name == "shm":
         return ShmTransport(group, timeout_s=timeout_s, device=device)
     return GlooTransport(group, timeout_s=timeout_s, device=device)

@@ -33,6 +33,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ..errors import TransportError
 from ..extras import install
+from ..mpi_memory import takes_cuda
 from .device_slots import find_memory
 from .naps import LONGEST_NAP_S, nap_s, wait_until
 from .protocol import DIRECTIONS, Channel, Handle, Sends, peer_is_gone, timed_out
@@ -159,6 +160,7 @@ class MpiTransport:
     """One rank's end of MPI's world, or of the mpi4py communicator `world`.
 
     Making one is collective: all its ranks do it. `timeout_s` is the longest that any wait takes.
+    `memory` is that of messages of GPUs: cuda, host, or auto, which asks the library.
     Raises TransportError when there is no MPI that threads may call.
     """
 
@@ -169,13 +171,15 @@ class MpiTransport:
         timeout_s: float = 60.0,
         depth: int = 4,
         device: str | torch.device = "cpu",
+        memory: str = "auto",
     ) -> None:
         self._mpi = load_mpi()
         world = world or self._mpi.COMM_WORLD
         self.rank: int = world.Get_rank()
         self.depth = depth
         self._timeout_s = timeout_s
-        self._memory = find_memory(torch.device(device), takes_cuda(world))
+        takes = memory == "cuda" or (memory == "auto" and takes_cuda(world))
+        self._memory = find_memory(torch.device(device), takes)
         self._largest_tag = world.Get_attr(self._mpi.TAG_UB)
         self._worlds = {direction: world.Dup() for direction in sorted(set(DIRECTIONS.values()))}
         self._progress = Progress(self._mpi.Request.Testsome)
@@ -381,16 +385,3 @@ def mpiexec() -> str:
             f"{install('mpi')}, or on a cluster: module load openmpi",
         )
     return launcher
-
-
-def takes_cuda(world: Any) -> bool:
-    """True if MPI says that messages may lie in memory of a GPU (MPI 4.1, section 12.4.3).
-
-    A library that leaves this open gets no such messages.
-    """
-    information = world.Get_info()
-    try:
-        kinds = information.Get("mpi_memory_alloc_kinds") or ""
-    finally:
-        information.Free()
-    return any(kind.strip().startswith("cuda") for kind in kinds.split(","))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -11,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.errors import TransportError
+from asyncpipe.runtime.mpi_memory import takes_cuda
 from asyncpipe.runtime.transports import Channel
 from asyncpipe.runtime.transports.mpi import (
     MpiTransport,
@@ -425,3 +428,38 @@ def test_ranks_do_not_outlive_a_killed_command(folders: Path, tmp_path: Path) ->
     start.kill()
     finished(start)
     assert_gone(pids)
+
+
+class Described:
+    """A communicator whose library lists these kinds of memory."""
+
+    def __init__(self, kinds: str | None) -> None:
+        self.kinds = kinds
+
+    def Get_info(self) -> Described:
+        return self
+
+    def Get(self, key: str) -> str | None:
+        assert key == "mpi_memory_alloc_kinds"
+        return self.kinds
+
+    def Free(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("kinds", "answer", "expected"),
+    [
+        ("system,mpi,cuda:device", None, True),
+        ("system,mpi", 1, True),
+        ("system,mpi", 0, False),
+        (None, 1, True),
+        (None, None, False),
+    ],
+)
+def test_a_library_is_asked_in_both_ways_for_memory_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, kinds: str | None, answer: int | None, expected: bool
+) -> None:
+    asked = {} if answer is None else {"MPIX_Query_cuda_support": lambda: answer}
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(__file__="")))
+    monkeypatch.setattr(ctypes, "CDLL", lambda file: SimpleNamespace(**asked))
+    assert takes_cuda(Described(kinds)) is expected
