@@ -57,7 +57,11 @@ class WeightBinder:
     @property
     def is_live(self) -> bool:
         """True if all passes read the live weights."""
-        return not (self._forward or self._backward)
+        return not (self._forward or self._backward or self._corrects_live)
+
+    @property
+    def _corrects_live(self) -> bool:
+        return not self._keeps and any(method.corrects_live for method in self.methods)
 
     @property
     def kept_bytes(self) -> int:
@@ -87,6 +91,7 @@ class WeightBinder:
             micro_batches or schedule.step_every,
             schedule.synchronous,
             self._shared,
+            self._keeps,
         )
         for method in self.methods:
             context = method.in_context(context, _of(method, self._to_load))
@@ -134,6 +139,8 @@ class WeightBinder:
             is_refilled = not self._keeps and (self._backward or is_again)
             slot = "refilled" if is_refilled else None
             leaves = weights.bind(pair.micro_batch, view or weights.live_view, slot=slot)
+        elif pair.crosses_step and self._corrects_live:
+            leaves = weights.bind_live(pair.micro_batch)
         weights.went_forward(pair.micro_batch)
         return leaves
 
@@ -151,6 +158,8 @@ class WeightBinder:
 
     def _prepared(self, pair: VersionPair, *, repeats: bool) -> Weights | None:
         weights, micro_batch = self.weights, pair.micro_batch
+        if pair.crosses_step and self._corrects_live:
+            return weights.bound_to(micro_batch)
         reads = self._reads(pair)
         if reads is BackwardReads.AS_SAVED:
             # With no step in between both passes read the same, also if it was predicted.

@@ -129,6 +129,11 @@ class Conditions:
     ema: bool = False
     """True if an average of the weights is evaluated."""
 
+    @property
+    def delay(self) -> int:
+        """The largest number of steps by which a gradient is late."""
+        return -(-self.ahead // self.step_every)
+
 
 _OF_WHOLE_STATE = frozenset[Need]({"sgd's momentum", "known step sizes", "update rule"})
 """The requirements of methods that read the optimizer's state of all weights within a step."""
@@ -291,12 +296,12 @@ def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] 
             f"{run.zero} each replica has a part of it",
             f"--staleness {'+'.join(others) or 'stash'}, or --zero 0",
         )
-    if need == "forward weights" and not any(METHODS[name].keeps_forward for name in names):
+    is_kept = any(METHODS[name].keeps_forward for name in names)
+    if not is_kept and need in ("forward weights", "gap"):
+        why = _no_last_step(names, run) if need == "gap" else "which are not kept"
         with_stash = "+".join(["stash", *(name for name in names if not _reads_otherwise(name))])
-        return (
-            "compares with the weights of the forward, which are not kept",
-            f"--staleness {with_stash}",
-        )
+        if why:
+            return f"compares with the weights of the forward, {why}", f"--staleness {with_stash}"
     if need == "recomputation" and not run.recomputes:
         stages = run.without_recompute
         who = f"stage{'s' if stages[1:] else ''} {', '.join(map(str, stages))}"
@@ -316,6 +321,18 @@ def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] 
             "Add +msnag."
         )
     return None
+
+
+def _no_last_step(names: Iterable[str], run: Conditions) -> str:
+    """Why the weights of the forward do not follow from the last step; "" if they do."""
+    if run.delay > 1:
+        return f"which are not kept, and gradients are up to {run.delay} steps late"
+    if _is_without_momentum(run):
+        return f"which are not kept, and {_in_words(run)} does not remember its last step"
+    for name in names:
+        if METHODS[name].decides & {"forward", "backward", "step"}:
+            return f"which are not kept, and do not differ by a step alone under {name}"
+    return ""
 
 
 def _reads_otherwise(name: str) -> bool:

@@ -32,11 +32,13 @@ class GapAware(Staleness):
     added to the gradient, or given back to the weight before a decoupled decay. A weight that
     several stages hold decays in full, because its gaps differ from stage to stage.
 
-    The gap is measured from the weights that the forward read, which the backward reads as well.
+    The gap is measured from the weights that the forward read. Where no method keeps them and no
+    gradient is later than one step, it is the last step, known from the optimizer's state: the
+    backward reads the live weights, and decoupled decay is not reduced.
     """
 
     decides = frozenset({"gradient"})
-    needs = frozenset({"forward weights", "known step sizes"})
+    needs = frozenset({"gap", "known step sizes"})
 
     def __init__(self) -> None:
         self._sizes: StepSizes | None = None
@@ -48,6 +50,10 @@ class GapAware(Staleness):
         if self._sizes is None and self.optimizer is not None and context.delay:
             assert self.steps is not None
             self._sizes = step_sizes(self.optimizer, self.steps, context.step_every)
+
+    @property
+    def corrects_live(self) -> bool:
+        return self._sizes is not None and not self.context.keeps_forward
 
     def state(self, weights: WeightVersions) -> State:
         return {} if self._sizes is None else self._sizes.state(weights.live)
@@ -68,17 +74,23 @@ class GapAware(Staleness):
         if self._sizes is None or self.optimizer is None:
             return
         rule, read = rules(self.optimizer, weights.live), weights.read_by(pair.micro_batch)
+        is_kept = self.context.keeps_forward
         for name, leaf in gradients.items():
             if leaf.grad is None:
                 continue
             live = weights.live[name]
-            gap = read[name].sub(live).abs_()
+            gap = (
+                read[name].sub(live).abs_() if is_kept else self._sizes.last_step(live, rule[name])
+            )
+            if gap is None:
+                continue
             # Without any step yet, both are zero.
             size = self._sizes.of(live, rule[name], leaf.grad)
             size = size.clamp_(min=torch.finfo(size.dtype).tiny)
             penalty = gap.div_(size).add_(1)
             leaf.grad.div_(penalty)
-            if rule[name].decay and name not in self.context.shared:
+            is_reduced = is_kept or not rule[name].decoupled
+            if is_reduced and rule[name].decay and name not in self.context.shared:
                 lost = (1 - penalty).div_(penalty).div_(self.context.step_every)
                 before = self._lost.get(name)
                 self._lost[name] = lost if before is None else before.add_(lost)

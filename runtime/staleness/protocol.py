@@ -33,6 +33,7 @@ Part = Literal["forward", "backward", "horizon", "gradient", "rate", "step"]
 
 Need = Literal[
     "forward weights",
+    "gap",
     "recomputation",
     "sgd's momentum",
     "known step sizes",
@@ -49,6 +50,8 @@ Need = Literal[
 """A requirement of a method:
 
 - forward weights: the weights of the forward are still available after its backward
+- gap: the difference between the forward's weights and the live ones: the former are available, or
+  they are one step of a known optimizer old
 - recomputation: the backward repeats the forward
 - sgd's momentum: SGD with momentum
 - known step sizes: an optimizer whose state gives the sizes of its steps
@@ -188,6 +191,8 @@ class StageContext:
     synchronous: bool = False
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Name of a weight that other stages hold too -> all stages that hold it."""
+    keeps_forward: bool = False
+    """True if a method keeps the weights of forwards until their backwards."""
 
     @property
     def stages(self) -> int:
@@ -237,6 +242,12 @@ class Staleness:
     """The name in `--staleness`."""
     context: StageContext
     steps: OptimizerView | None = None
+
+    @property
+    def corrects_live(self) -> bool:
+        """True if the method corrects the gradients of late micro-batches that read live weights;
+        they join those of others afterwards."""
+        return False
 
     @property
     def optimizer(self) -> Optimizer | None:

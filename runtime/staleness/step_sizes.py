@@ -106,12 +106,17 @@ class StepSizes(Protocol):
         """C of a weight, in its shape, for a late micro-batch's share of a gradient."""
         ...
 
+    def last_step(self, weight: Tensor, rule: UpdateRule) -> Tensor | None:
+        """The absolute change of a weight in the last step, from the optimizer's state; None if it
+        made none."""
+        ...
+
     def begin(self, live: Live, rules: Rules) -> None:
         """Called when the optimizer begins a step, with the learning rates of the rules."""
         ...
 
     def end(self, live: Live, rules: Rules) -> None:
-        """Called after the step."""
+        """Called after the step, also if the optimizer made none."""
         ...
 
     def state(self, live: Live) -> State:
@@ -176,10 +181,23 @@ class _Counted:
             self._rates.load(live, state)
 
 
+def _stepped(live: Live, rules: Rules) -> dict[Tensor, float]:
+    """The weights that a step changes, with its learning rates."""
+    return {w: rules[name].lr for name, w in live.items() if w.grad is not None}
+
+
 class _OfVelocity(_Counted):
     def __init__(self, optimizer: Optimizer, outlook: OptimizerView) -> None:
         super().__init__(None if isinstance(optimizer, Sutskever) else _Rates(outlook))
         self._optimizer = optimizer
+        self._begun: dict[Tensor, float] = {}
+        self._last: dict[Tensor, float] = {}
+
+    def last_step(self, weight: Tensor, rule: UpdateRule) -> Tensor | None:
+        if weight not in self._last:
+            return None
+        velocity: Tensor = self._optimizer.state[weight]["momentum_buffer"]
+        return velocity.abs().mul_(self._last[weight] if self._rates else 1.0)
 
     def of(self, weight: Tensor, rule: UpdateRule, gradient: Tensor) -> Tensor:
         squares = self.squares.get(weight)
@@ -190,10 +208,12 @@ class _OfVelocity(_Counted):
         return mean.sqrt_().add_(EPSILON).mul_(rate)
 
     def begin(self, live: Live, rules: Rules) -> None:
+        self._begun = _stepped(live, rules)
         if self._rates is not None:
             self._rates.see(live, rules)
 
     def end(self, live: Live, rules: Rules) -> None:
+        self._last, self._begun = self._begun, {}
         for weight in live.values():
             velocity = self._optimizer.state[weight].get("momentum_buffer")
             if velocity is not None:
@@ -217,6 +237,9 @@ class _OfGradients(_Counted):
         mean = squares / (1 - memory**count)
         return mean.sqrt_().add_(EPSILON).mul_(self._rates.largest(weight, rule))
 
+    def last_step(self, weight: Tensor, rule: UpdateRule) -> Tensor | None:
+        raise AssertionError("without momentum nothing remembers the last step")
+
     def begin(self, live: Live, rules: Rules) -> None:
         self._rates.see(live, rules)
 
@@ -228,7 +251,18 @@ class _OfAdam(_Counted):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(None)
         self._optimizer = optimizer
-        self._lr: dict[Tensor, float] = {}
+        self._begun: dict[Tensor, float] = {}
+        self._last: dict[Tensor, float] = {}
+
+    def last_step(self, weight: Tensor, rule: UpdateRule) -> Tensor | None:
+        if weight not in self._last:
+            return None
+        step = self._step(weight, rule, self._last[weight])
+        if rule.decoupled and rule.decay:
+            # w_new = (1 - lost) w_old - step
+            lost = self._last[weight] * rule.decay
+            step = step.add_(weight, alpha=lost).div_(1 - lost)
+        return step.abs_()
 
     def of(self, weight: Tensor, rule: UpdateRule, gradient: Tensor) -> Tensor:
         squares = self.squares.get(weight)
@@ -239,22 +273,28 @@ class _OfAdam(_Counted):
         return mean.sqrt_().add_(EPSILON)
 
     def begin(self, live: Live, rules: Rules) -> None:
-        self._lr = {
-            weight: rules[name].lr for name, weight in live.items() if weight.grad is not None
-        }
+        self._begun = _stepped(live, rules)
 
     def end(self, live: Live, rules: Rules) -> None:
+        self._last, self._begun = self._begun, {}
         for name, weight in live.items():
-            if weight not in self._lr:
+            if weight not in self._last:
                 continue
-            state, options = self._optimizer.state[weight], rules[name].options
-            (beta1, beta2), done = options["betas"], float(state["step"])
-            spread = (state["exp_avg_sq"] / (1 - beta2**done)).sqrt_().add_(options["eps"])
-            step = (state["exp_avg"] / spread).mul_(self._lr[weight] / (1 - beta1**done))
+            step, beta2 = (
+                self._step(weight, rules[name], self._last[weight]),
+                rules[name].options["betas"][1],
+            )
             squares = self.squares.setdefault(weight, torch.zeros_like(step))
             squares.mul_(beta2).addcmul_(step, step, value=1 - beta2)
             self._counts[weight] = self._counts.get(weight, 0) + 1
-        self._lr = {}
+
+    def _step(self, weight: Tensor, rule: UpdateRule, lr: float) -> Tensor:
+        """The optimizer's last step of a weight at this learning rate, without its decay."""
+        state, options = self._optimizer.state[weight], rule.options
+        (beta1, beta2), done = options["betas"], float(state["step"])
+        spread = (state["exp_avg_sq"] / (1 - beta2**done)).sqrt_().add_(options["eps"])
+        step: Tensor = (state["exp_avg"] / spread).mul_(lr / (1 - beta1**done))
+        return step
 
 
 def _by_name(live: Live, tensors: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:

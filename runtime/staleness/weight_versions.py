@@ -166,6 +166,13 @@ class WeightVersions:
         self._read[micro_batch] = self._bound[micro_batch] = copy
         return copy.leaves
 
+    def bind_live(self, micro_batch: int) -> Weights:
+        """Leaves that have the memory of the live weights, also after steps: the gradients of the
+        micro-batch stay apart from those of others until its backward is over."""
+        leaves = {name: _sharing(weight) for name, weight in self.live.items()}
+        self._bound[micro_batch] = _Copy(leaves, self.live_view, shares_live=True)
+        return leaves
+
     def rebind(self, micro_batch: int, view: View) -> Weights:
         """Leaves of another view, for the recomputed forward of a micro-batch and its backward."""
         is_live = view == self.live_view

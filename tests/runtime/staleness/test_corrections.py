@@ -31,6 +31,7 @@ from asyncpipe.tests.support.oracles.gradient_corrections import (
     SpikeCompensationReference,
     Together,
     TwoBufferedReference,
+    WholeDecayReference,
 )
 from asyncpipe.tests.support.oracles.weight_predictions import LwpReference
 from asyncpipe.tests.support.processes.executor import Planned, lowered, train_together
@@ -131,6 +132,52 @@ def test_where_every_step_is_flushed_nothing_is_scaled(method: str) -> None:
         assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("optimizer", ["momentum", "decay", "adam", "adam decay", "adamw"])
+def test_gap_aware_without_a_stash_equals_its_recurrence(optimizer: str, recompute: bool) -> None:
+    reference = Together(LiveReference(), WholeDecayReference())
+    for model, step_every in ((chain(2), 1), (chain(3), 2), (chain(4), 4), (tied(3), 2)):
+        check(
+            model,
+            "gap-aware",
+            reference,
+            optimizer,
+            step_every=step_every,
+            recompute=recompute,
+            segments=2,
+            tolerance=ROUNDED,
+        )
+
+
+def test_gap_aware_without_a_stash_keeps_one_copy_less() -> None:
+    def kept(methods: str) -> int:
+        schedule = lowered(chain(3), "async-1f1b", 8, 2)
+        optimize = OPTIMIZERS["adam"]
+        trained = train_together(chain(3), schedule, optimize=optimize, staleness=methods)
+        binder = trained.pipelines[0].binders[0]
+        return binder.kept_bytes // sum(weight.nbytes for weight in binder.weights.live.values())
+
+    assert (kept("gap-aware"), kept("stash+gap-aware")) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "conditions", "words"),
+    [
+        ("gap-aware", {"ahead": 3, "step_every": 2}, "gradients are up to 2 steps late"),
+        ("gap-aware", {"ahead": 1, "momentum": 0.0}, "does not remember its last step"),
+        ("gap-aware+error-feedback", {"ahead": 1}, "under error-feedback"),
+        ("pipemare+gap-aware", {"ahead": 1}, "under pipemare"),
+    ],
+)
+def test_a_gap_that_is_not_the_last_step_needs_a_stash(
+    names: str, conditions: dict[str, int], words: str
+) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        check_fits(names, Conditions(**{"momentum": 0.9, **conditions}))
+    check_fits("gap-aware", Conditions(ahead=1, momentum=0.9))
+    check_fits("none+gap-aware", Conditions(ahead=3, step_every=3, optimizer="adamw"))
+
+
 @pytest.mark.parametrize("optimizer", ["decay", "sgd decay", "adamw"])
 @pytest.mark.parametrize("step_every", [1, 2])
 def test_gap_aware_loss_equals_its_recurrence(step_every: int, optimizer: str) -> None:
@@ -210,7 +257,8 @@ def one_weight(staleness: str, delay: int = 2) -> tuple:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
     (method,) = make_staleness(staleness)
     method.steps = Planned(optimizer, lambda version: 1.0, weights)
-    method.begin(StageContext(0, Delays((delay, 0, 0), step_every=1), micro_batches=1))
+    delays = Delays((delay, 0, 0), step_every=1)
+    method.begin(StageContext(0, delays, micro_batches=1, keeps_forward=True))
     return module.weight, weights, optimizer, method
 
 
@@ -304,7 +352,11 @@ FITTING = {"optimizer": "sgd", "momentum": 0.9, "recomputes": True, "step_every"
 @pytest.mark.parametrize(
     ("names", "changed", "words"),
     [
-        ("gap-aware", {}, "compares with the weights of the forward, which are not kept"),
+        (
+            "gap-aware",
+            {"ahead": 5},
+            "with the weights of the forward, which are not kept, and grad",
+        ),
         ("dc-asgd+pipemare", {}, "compares with the weights of the forward, which are not kept"),
         (
             "gap-aware-loss",
@@ -377,9 +429,10 @@ def test_an_unknown_method_has_a_short_answer() -> None:
     "names", ["gap-aware", "none+gap-aware", "pipemare+dc-asgd", "gap-aware+delay-rate"]
 )
 def test_a_cure_for_weights_that_are_not_kept_fits(names: str) -> None:
+    late = Conditions(**FITTING | {"step_every": 1})
     with pytest.raises(ScheduleError, match="which are not kept") as caught:
-        check_fits(names, Conditions(**FITTING))
-    check_fits(caught.value.cure.removeprefix("--staleness "), Conditions(**FITTING))
+        check_fits(names, late)
+    check_fits(caught.value.cure.removeprefix("--staleness "), late)
 
 
 @pytest.mark.parametrize("names", [*METHODS, "gap-aware-loss", "2bw+error-feedback+delay-rate"])

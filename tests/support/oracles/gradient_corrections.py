@@ -214,6 +214,15 @@ class GapAwareReference(Reference):
         notes["n", name] = notes.get(("n", name), 0) + 1
 
 
+class WholeDecayReference(GapAwareReference):
+    """`gap-aware` without a stash: decoupled decay is whole."""
+
+    def before_step(self, history: StageHistory, module: nn.Module) -> None:
+        if any(options.get("decoupled_weight_decay") for options in history.options.values()):
+            return
+        super().before_step(history, module)
+
+
 class GapAwareLossReference(GapAwareReference):
     """`gap-aware-loss`: the backward's second forward reads live weights."""
 
