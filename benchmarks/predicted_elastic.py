@@ -37,16 +37,18 @@ from typing import Any
 
 from machine import write_result
 
-from asyncpipe.partitioner.compile import (
+from asyncpipe.partitioner.capture_and_profile import (
     Captured,
     Compilation,
-    Planned,
     capture_phase,
-    load,
-    plan_phase,
     profile_phase,
 )
+from asyncpipe.partitioner.compile import (
+    Planned,
+    plan_phase,
+)
 from asyncpipe.partitioner.graph.costs import Link
+from asyncpipe.partitioner.load_and_capture import load
 from asyncpipe.partitioner.output import PhaseTimer
 from asyncpipe.partitioner.phases import frozen, frozen_nodes
 from asyncpipe.partitioner.planning.cluster import ANY_HOST, Cluster, Device

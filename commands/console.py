@@ -40,7 +40,7 @@ from ..runtime.formatting import (
     write_ms,
     write_ratio,
 )
-from ..runtime.plan.findings import TOPICS, Candidate, Finding
+from ..runtime.plan.findings import TOPICS, BestLayout, Candidate, Finding
 from ..runtime.plan.forecast import traffic
 from ..runtime.plan.plan import Plan
 from ..runtime.plan.stage_table import bar, stage_table, write_bytes_if_any
@@ -280,6 +280,13 @@ def print_candidates(console: Console, candidates: Sequence[Candidate], chosen: 
         for position, candidate in enumerate(candidates)
     }
     print_table(console, candidate_table(candidates, timed=True), styles)
+
+
+def print_layouts(console: Console, layouts: Sequence[BestLayout]) -> None:
+    """The fastest layout of each number of devices; nothing where none were compared."""
+    from ..partitioner.report.page import layout_table
+
+    print_table(console, layout_table(layouts), {})
 
 
 def print_graph_plan(console: Console, plan: GraphPlan) -> None:

@@ -20,6 +20,7 @@ from .console import (
     print_facts,
     print_findings,
     print_graph_plan,
+    print_layouts,
     print_next,
     print_outline,
     print_plan,
@@ -82,7 +83,9 @@ def _partition(model: str, options: CommandOptions, chosen: PartitionOptions) ->
         print_text(str(folder))
     else:
         print_plan(console, plan)
-        if chosen.explain or chosen.method == "all" or chosen.devices is not None:
+        print_layouts(console, plan.layouts)
+        compares = chosen.method == "all" or chosen.devices is not None or plan.layouts
+        if chosen.explain or compares:
             print_candidates(console, plan.candidates, plan.method)
         if chosen.explain:
             print_findings(console, plan.findings)

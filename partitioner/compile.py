@@ -7,45 +7,48 @@ what all phases read, and of the results of the phases before it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ..runtime.errors import PlanError
 from ..runtime.freezing.blocks import blocks_of
 from ..runtime.plan.plan import NOT_STORED, ON_META, Plan
 from ..runtime.plan.trust import remember
 from ..runtime.plan.validate import contradiction
-from ..runtime.tensor_parallel.ranks import TensorRanks, reading_loss_alone, using
-from ..runtime.user_code import portable
+from ..runtime.schedule.builders import AUTO
 from .assemble_plan import PlanFacts, assemble
-from .capture import Capture, read_arguments
 from .capture.graph import refused_sizes
 from .capture.model_state import unchanged
+from .capture_and_profile import (
+    Captured,
+    Compilation,
+    as_one_rank,
+    cost_graphs,
+    in_tensor_groups,
+    profiled_parts,
+    solve_options,
+)
 from .codegen import extra_tensors, generate, header_of, render_readme
 from .graph.build import with_copies
-from .graph.constraints import Demands, find_demands, groups_to_cut_before
-from .graph.costs import LOCALHOST
-from .graph.rematerialize import Prices, Recomputation
-from .graph.tensor_sums import TensorSums
-from .load_and_capture import capture_source, load
+from .lay_out import laid_out
+from .load_and_capture import load
 from .models.load import ModelSource, given_source
 from .output import (
     OnPhase,
     PhaseTimer,
-    check_target,
     command_of,
-    describe_capture,
     lines_of_python,
     snapshot,
     write_folder,
     write_weights_of,
 )
-from .planning.cluster import Cluster, make_setting
+from .planning.choose_devices import DeviceChoice
+from .planning.cluster import make_setting
 from .planning.cluster_file import cluster_of
 from .planning.compare_methods import ALL
 from .planning.explain import explain as explain_plan
@@ -53,25 +56,20 @@ from .planning.explain import explain_micro_batches
 from .planning.infeasible import explained
 from .planning.keywords import PartitionKeywords
 from .planning.options import PartitionOptions
-from .planning.planner import planner_for
+from .planning.planner import Planner, planner_for
 from .planning.signatures import options_for, shows_options
 from .planning.solve import solve
-from .planning.tensor_groups import check_tensor_groups, link_of_sums
+from .planning.tensor_groups import check_tensor_groups
 from .profile.cache import threads_set
 from .profile.operation_costs import OnProgress
-from .profile.profiler import Profile, update_ms_per_byte
+from .profile.profiler import Profile
 from .profiling import (
-    CostGraphs,
     Cut,
     check_profile,
     cut_and_time,
-    own_failure_raised,
-    profile_capture,
 )
 from .report import render_report
 from .split.split import crossing_if_sent, homes_of
-from .tensor_parallel import SplitModel, has_loss, split_over_ranks
-from .tensor_parallel.sums import sums_of
 from .verify import verify
 from .verify_parts import compared_text, verify_parts
 
@@ -125,53 +123,6 @@ def partition_spec(
     )
 
 
-@dataclass(frozen=True)
-class Compilation:
-    """One partition of a model: what all of its phases read.
-
-    source: the model and its example inputs
-    options: the user's options
-    cluster: the devices that the plan may use; None for equal ranks
-    ranks: how many ranks the options name, at least one stage on each
-    command: the command that the plan records; "" has it written from the options
-    end_phase: reports the end of a phase
-    on_progress: reports progress within a phase
-    with_advice: the plan says what other numbers of stages and replicas would give
-    """
-
-    source: ModelSource
-    options: PartitionOptions
-    cluster: Cluster | None
-    ranks: int
-    command: str
-    end_phase: PhaseTimer
-    on_progress: OnProgress | None
-    with_advice: bool = True
-
-    @property
-    def is_on_meta(self) -> bool:
-        return any(parameter.is_meta for parameter in self.source.model.parameters())
-
-    @property
-    def model_facts(self) -> dict[str, Any]:
-        """The model and its arguments, as the plan records them."""
-        args = dict(self.options.model_args or {})
-        return {"model": portable(self.source.spec), "model_args": args}
-
-    def target(self, stages: int, graph_hash: str) -> Path:
-        """The folder to write. Raises PlanError if it may not be written."""
-        default = Path("generated_models") / f"{self.source.name}_{stages}p"
-        folder = Path(self.options.output or default)
-        if self.options.stop_after is None:
-            facts = {**self.model_facts, "graph": graph_hash}
-            check_target(folder, facts, force=self.options.force)
-        return folder
-
-    def own_failure_raised(self) -> Any:
-        """A context that raises CaptureError instead if the model's own backward fails."""
-        return own_failure_raised(self.source.model, self.source.example_inputs)
-
-
 def partition_source(
     source: ModelSource,
     options: PartitionOptions,
@@ -197,11 +148,19 @@ def partition_source(
         make_setting(options.stages or ranks, **options.running)  # reports errors before the work
     check_profile(options)
     job = Compilation(source, options, cluster, ranks, command, PhaseTimer(on_phase), on_progress)
-    captured = capture_phase(job)
-    tensor_ranks = TensorRanks(size=options.tensor_parallel)
-    with using(tensor_ranks), reading_loss_alone(has_loss(captured.capture)):
-        profile = profile_phase(job, captured)
-        planned = plan_phase(job, captured, profile)
+    if options.tensor_parallel == AUTO:
+        layout = laid_out(job)
+        job = layout.job
+        with as_one_rank(job, layout.profiled[0]):
+            planned = plan_phase(job, *layout.profiled, layout.devices)
+        candidates = (*planned.plan.candidates, *layout.candidates)
+        plan = replace(planned.plan, layouts=layout.rows, candidates=candidates)
+        planned = replace(planned, plan=plan)
+    else:
+        job = in_tensor_groups(job)
+        captured, profile = profiled_parts(job)
+        with as_one_rank(job, captured):
+            planned = plan_phase(job, captured, profile)
     if options.stop_after is not None:
         return planned.plan
     if options.elastic is not None:
@@ -213,59 +172,6 @@ def partition_source(
 
         write_phases(job, generated.plan, planned.folder)
     return generated.plan
-
-
-# --- load, capture, profile -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Captured:
-    """The result of the capture.
-
-    capture: the graph and its inputs, with the parameters that one tensor rank has
-    whole: the model with all of its parameters, for the code
-    graph_hash: SHA-256 of the graph, which identifies the model of a folder
-    demands: the cuts and groupings that the user demands
-    cached: the nodes that a run with a cache computes once, so that they take no time
-    regions: nodes that must be in one stage because tensor ranks have parts of their values
-    """
-
-    capture: Capture
-    whole: nn.Module
-    graph_hash: str
-    demands: Demands
-    cached: frozenset[str] = frozenset()
-    regions: tuple[Collection[fx.Node], ...] = ()
-
-
-def capture_phase(job: Compilation) -> Captured:
-    """Captures the model and finds the nodes that `cut_at` and `keep_together` name."""
-    options = job.options
-    capture = capture_source(job.source, options)
-    split = SplitModel(capture, capture)
-    if options.tensor_parallel > 1:
-        given = read_arguments(job.source.model, job.source.example_inputs)
-        stages = options.stages or job.ranks
-        split = split_over_ranks(capture, given.tensors, options.tensor_parallel, stages)
-    digest = split.capture.sha256
-    if options.stages or options.output:
-        job.target(options.stages or job.ranks, digest)
-    demands = find_demands(
-        split.capture, options.cut_at, options.keep_together, options.stages or job.ranks
-    )
-    job.end_phase("capture", describe_capture(split.capture), "profile")
-    whole = split.capture.model
-    return Captured(split.of_rank, whole, digest, demands, regions=split.regions)
-
-
-def profile_phase(job: Compilation, captured: Captured) -> Profile:
-    """The costs of each operation."""
-    with job.own_failure_raised():
-        profile = profile_capture(
-            captured.capture, job.options, job.ranks, whole=False, on_progress=job.on_progress
-        )
-    job.end_phase("profile", profile.summary, "plan")
-    return profile
 
 
 # --- plan -----------------------------------------------------------------------------------
@@ -289,31 +195,24 @@ class Planned:
     graph_hash: str
 
 
-def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planned:
-    """Chooses the cuts, times the stages, cuts again, and records the plan with its findings."""
+def plan_phase(
+    job: Compilation, captured: Captured, profile: Profile, devices: DeviceChoice | None = None
+) -> Planned:
+    """Chooses the cuts, and the devices unless they are known; times the stages, cuts again, and
+    records the plan with its findings."""
     options = job.options
-    prices = Prices.of(profile, LOCALHOST)
-    graphs = CostGraphs(
-        captured.capture,
-        job.source.name,
-        Recomputation(captured.capture, prices),
-        [*(nodes for _, nodes in captured.demands.together), *captured.regions],
-        update_ms_per_byte(profile, options.optimizer, cached=not options.no_cache),
-        captured.cached,
-        sums=_sums(job, captured),
-    ).predicted_for(job.cluster, options.dtype)
+    graphs = cost_graphs(job, captured, profile)
     graph = graphs.of(profile)
-    check_tensor_groups(graph, job.cluster, options.tensor_parallel)
-    solving: dict[str, Any] = {
-        "method": options.method,
-        "granularity": options.granularity,
-        "prefer_modules": options.prefer_modules,
-        "cut_before": groups_to_cut_before(captured.demands, graph),
-        **options.running,
-    }
+    if job.cluster is not None and not job.cluster.members:
+        check_tensor_groups(graph, job.cluster, options.tensor_ranks)
+    solving = solve_options(job, captured, graph)
     with explained():
-        planner = planner_for(graph, job.cluster, options.stages, solving)
-    cut = partial(graphs.cut, planner, prices)
+        planner = (
+            Planner(options.stages, solving, devices)
+            if devices
+            else planner_for(graph, job.cluster, options.stages, solving)
+        )
+    cut = partial(graphs.cut, planner, graphs.recomputation.prices)
     with job.own_failure_raised():
         profile, chosen = cut_and_time(
             captured.capture, cut, profile, options, on_progress=job.on_progress
@@ -342,15 +241,6 @@ def plan_phase(job: Compilation, captured: Captured, profile: Profile) -> Planne
     if options.explain:
         job.end_phase("explain", f"{len(plan.findings)} findings", "generate")
     return Planned(plan, chosen, captured.whole, folder, captured.graph_hash)
-
-
-def _sums(job: Compilation, captured: Captured) -> TensorSums:
-    """The sums over the tensor ranks of a stage, on the devices of the plan."""
-    ranks, capture = job.options.tensor_parallel, captured.capture
-    if ranks == 1:
-        return TensorSums()
-    sums = sums_of(capture, capture.arguments.tensors, ranks)
-    return TensorSums(ranks, link_of_sums(job.cluster, ranks), sums)
 
 
 def _facts(job: Compilation, stages: int) -> PlanFacts:
@@ -387,7 +277,7 @@ def generate_phase(job: Compilation, planned: Planned) -> Generated:
     """The texts of the folder, and the plan completed with their hashes."""
     captured = replace(planned.cut.captured, model=planned.whole)
     constants = extra_tensors(captured, planned.cut.stages)
-    ranks = job.options.tensor_parallel
+    ranks = job.options.tensor_ranks
     plan = replace(planned.plan, constants=tuple(constants), tensor_parallel=ranks)
     header = header_of(plan, planned.graph_hash)
     files = generate(captured, planned.cut.stages, header, code=job.options.code)
@@ -432,7 +322,7 @@ def write_phase(job: Compilation, planned: Planned, generated: Generated) -> Non
                 changing=captured.changed,
                 refused=partial(refused_sizes, captured.graph),
             )
-            size = job.options.tensor_parallel
+            size = job.options.tensor_ranks
             if size > 1:
                 verify_parts(
                     source.model, plan, aside, source.example_inputs, size, constants=constants

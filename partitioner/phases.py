@@ -42,13 +42,15 @@ from ..runtime.limits import bytes_of
 from ..runtime.plan.forecast import forecast_step
 from ..runtime.plan.plan import Plan
 from .capture import Capture
-from .compile import (
+from .capture_and_profile import (
     Compilation,
-    Planned,
     capture_phase,
+    profile_phase,
+)
+from .compile import (
+    Planned,
     generate_phase,
     plan_phase,
-    profile_phase,
     write_phase,
 )
 from .graph.constraints import find_demands

@@ -30,11 +30,13 @@ class Rules:
     may_cut: whether a cut before position c (0..n) is allowed
     prefer_modules: share of the bottleneck that may be given up to cut between blocks
     must_cut: positions of demanded cuts, rising
+    is_quick: cuts are not moved for a shorter simulated step
     """
 
     may_cut: Bools
     prefer_modules: float = 0.0
     must_cut: tuple[int, ...] = ()
+    is_quick: bool = False
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def choose(
     """
     _check_kinds(graph, cluster)
     check_number(cluster, stages)
-    search = _search(graph, cluster, stages, method, options)
+    search = search_of(graph, cluster, stages, method, options)
     tried: dict[Shape, TriedLayout] = {}
     refused: dict[Shape, PlanError] = {}
     setting = search.setting(Layout(((0,),)))
@@ -145,10 +145,14 @@ def choose(
     return DeviceChoice(search, best, {**least, shape: best}, as_listed_ms)
 
 
-def _search(
-    graph: nx.DiGraph, cluster: Cluster, stages: int | None, method: str, options: dict[str, Any]
+def search_of(
+    graph: nx.DiGraph,
+    cluster: Cluster,
+    stages: int | None,
+    method: str,
+    options: Mapping[str, Any],
 ) -> Search:
-    """Separates the options: those on how ranks run go into every setting."""
+    """Separates the options of `solve`: those on how ranks run go into every setting."""
     running = {name: options[name] for name in PlanConfig.__annotations__ if name in options}
     base = make_setting(stages or 1, devices=cluster.devices, **running)
     return Search(
@@ -237,21 +241,21 @@ def sentences(choice: DeviceChoice, stages: int | None) -> tuple[str, ...]:
 
 
 def rank_specs(choice: DeviceChoice) -> tuple[RankSpec, ...]:
-    """The device of every rank, in the order of ranks."""
-    devices = choice.cluster.devices
-    hosts = [device.host for device in devices]
+    """The device of every process, in the order of processes."""
+    cluster = choice.cluster
     return tuple(
         RankSpec(
-            device=devices[index].name,
+            device=cluster.devices[index].name,
             memory_bytes=(
                 None
-                if devices[index].memory_bytes == float("inf")
-                else int(devices[index].memory_bytes)
+                if cluster.devices[index].memory_bytes == float("inf")
+                else int(cluster.devices[index].memory_bytes)
             ),
-            host=hosts[index],
-            number=hosts[:index].count(hosts[index]),
+            host=cluster.devices[index].host,
+            number=number,
         )
         for index in choice.layout.devices
+        for number in cluster.places(index)
     )
 
 

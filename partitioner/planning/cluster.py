@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
+from itertools import combinations, product
 from typing import Any, Unpack, cast
 
 from ...runtime.errors import PlanError
 from ...runtime.limits import bytes_of
 from ...runtime.schedule.asynchronous import ASYNCHRONOUS, KEEPS
 from ...runtime.schedule.builders import AUTO, make_schedule, natural_ranks
-from ..graph.costs import LOCALHOST, Link
+from ..graph.costs import LOCALHOST, Link, slowest_link
 from ..graph.rank_model import Device, RankConfig, Recompute
 from .keywords import PlanConfig
 from .options import PartitionOptions
@@ -47,6 +47,8 @@ class Cluster:
     overlap: transfers overlap with the computation of the devices
     pairs: the links between two devices, by their numbers in rising order; they apply before all
         others
+    members, inside: where each device stands for several, which are tensor ranks (`in_groups`):
+        their places on the host, and the slowest link among them
     """
 
     devices: tuple[Device, ...]
@@ -54,6 +56,8 @@ class Cluster:
     between: Mapping[Pair, Link] = field(default_factory=dict)
     overlap: bool = False
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    members: tuple[tuple[int, ...], ...] = ()
+    inside: Link = Link()
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
@@ -152,6 +156,66 @@ class Cluster:
             pairs = [rising(*pair) for pair in names]
             link = next((self.between[pair] for pair in pairs if pair in self.between), NETWORK)
         return replace(link, overlap=self.overlap)
+
+    def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
+        """The devices in groups of `size` equal ones of a host, in the listed order: the tensor
+        ranks of a stage. Those that are left over are in no group.
+        """
+        alike: dict[object, list[int]] = {}
+        for index, kind in enumerate(self.kinds):
+            alike.setdefault(kind[:-1], []).append(index)
+        groups = (
+            tuple(members[first : first + size])
+            for members in alike.values()
+            for first in range(0, len(members) - size + 1, size)
+        )
+        return tuple(sorted(groups))
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """The sizes of groups that leave no device of the largest host over.
+
+        >>> Cluster((Device(),) * 6).group_sizes
+        (1, 2, 3, 6)
+        """
+        most = max(Counter(kind[:-1] for kind in self.kinds).values())
+        return tuple(size for size in range(1, most + 1) if most % size == 0)
+
+    def in_groups(self, size: int) -> Cluster:
+        """The `groups` as devices, each with the times and the memory of one member. Between two
+        groups, each member has the link to its counterpart.
+        """
+        if size == 1:
+            return self
+        groups = self.groups(size)
+        pairs = combinations(range(len(groups)), 2) if self.pairs else ()
+        return replace(
+            self,
+            devices=tuple(self.devices[group[0]] for group in groups),
+            pairs={
+                (first, second): _slowest(
+                    [self.link(a, b) for a, b in zip(groups[first], groups[second], strict=True)]
+                )
+                for first, second in pairs
+            },
+            members=tuple(tuple(map(self._place, group)) for group in groups),
+            inside=slowest_link(
+                self.link(*pair) for group in groups for pair in combinations(group, 2)
+            ),
+        )
+
+    def places(self, index: int) -> tuple[int, ...]:
+        """The devices of its host that a device stands for, counted in the listed order."""
+        return self.members[index] if self.members else (self._place(index),)
+
+    def _place(self, index: int) -> int:
+        host = self.devices[index].host
+        return sum(device.host == host for device in self.devices[:index])
+
+    def first(self, number: int) -> Cluster:
+        """The first devices of the file."""
+        pairs = {pair: link for pair, link in self.pairs.items() if max(pair) < number}
+        return replace(self, devices=self.devices[:number], pairs=pairs)
 
     def setting(self, columns: Sequence[Sequence[int]], **how: Any) -> RankConfig:
         """The configuration with stage j and its replicas on the devices `columns[j]`.

@@ -48,7 +48,7 @@ class PartitionKeywords(PlanConfig, OutlineKeywords, total=False):
     """The options of `PartitionOptions` that `partition` reads."""
 
     model_args: Mapping[str, Any] | None
-    tensor_parallel: int
+    tensor_parallel: int | str
     elastic: str | None
     freeze: str | None
     grow: str

@@ -62,11 +62,13 @@ def shortest_step(
     """The best of `placement` and the candidates in the module docstring.
 
     `placement` is the result of `place` for the problem. It is returned unchanged for an
-    asynchronous schedule, and for a method that proves nothing, which serves for comparison.
+    asynchronous schedule, for a method that proves nothing, which serves for comparison, and by
+    rules that ask for a quick answer.
     """
     step = step_of(problem, placement)
     proves = placement.bound_ms is not None or placement.order_optimum_ms is not None
-    if problem.setting.is_asynchronous or not proves or placement.ranks is not None:
+    is_given = problem.setting.is_asynchronous or not proves or placement.ranks is not None
+    if is_given or problem.rules.is_quick:
         return step
     steps = [step, *(step_of(problem, other) for other in _candidates(problem, place))]
     steps = [candidate for candidate in steps if candidate.evaluation.fits]

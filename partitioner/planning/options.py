@@ -193,10 +193,13 @@ class PartitionOptions:
         group=PLAN,
         read_by=PARTITIONED,
     )
-    tensor_parallel: int = _builds(
+    tensor_parallel: int | str = _builds(
         1,
-        Whole(1, 2**10, 2),
-        "Number of tensor ranks that share out the wide layers of each stage.",
+        Either(Whole(1, 2**10, 2), Choice((AUTO,))),
+        "Number of tensor ranks that share out the wide layers of each stage. auto: the fastest "
+        "layout of stages, tensor ranks, replicas and --zero on --devices, --hosts or --ranks, "
+        "with a table of the best one for each number of devices; with --schedule auto also of the "
+        "synchronous schedules.",
         group=PLAN,
     )
     schedule: str | None = _plans(
@@ -358,6 +361,11 @@ class PartitionOptions:
     def lengths(self) -> tuple[int, ...]:
         """The lengths of `elastic`; () without it."""
         return tuple(map(int, self.elastic.split(","))) if self.elastic else ()
+
+    @property
+    def tensor_ranks(self) -> int:
+        """The number of tensor ranks; 1 as long as it is to be chosen."""
+        return self.tensor_parallel if isinstance(self.tensor_parallel, int) else 1
 
     @property
     def running(self) -> PlanConfig:

@@ -39,6 +39,9 @@ from .makespan import bottleneck_bound_ms, shortest_step, step_bound_ms
 from .options import PREFER_MODULES, check_options
 from .step_time import Step, step_of
 
+QUICK = "quick"
+"""The method `chain` whose cuts are not moved for a shorter simulated step."""
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -155,6 +158,7 @@ def solve(
     than pieces, and demanded cuts that are too many, or that the method cannot use.
     """
     started = time.perf_counter()
+    is_quick, method = method == QUICK, "chain" if method == QUICK else method
     check_options({"method": method, "granularity": granularity, "prefer_modules": prefer_modules})
     link = link or Link()
     setting = setting or make_setting(stages, overlap=link.overlap, **running)
@@ -166,7 +170,7 @@ def solve(
     _check_demands(stages, must_cut, method)
     may_cut[list(must_cut)] = True
     _check_stages(costs, stages, may_cut, granularity)
-    problem = Problem(costs, setting, Rules(may_cut, prefer_modules))
+    problem = Problem(costs, setting, Rules(may_cut, prefer_modules, is_quick=is_quick))
     demanding = replace(problem, rules=replace(problem.rules, must_cut=must_cut))
     is_folded = stages > setting.stages
     result = (

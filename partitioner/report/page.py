@@ -28,7 +28,7 @@ from ...runtime.formatting import (
     write_ratio,
     write_share,
 )
-from ...runtime.plan.findings import TOPICS, Candidate, Finding
+from ...runtime.plan.findings import TOPICS, BestLayout, Candidate, Finding
 from ...runtime.plan.forecast import forecast_one_step, spec_bytes, step_volumes, traffic
 from ...runtime.plan.plan import Plan, StageSpec, TensorSpec
 from ...runtime.reports.charts import Card
@@ -267,6 +267,7 @@ def render_report(plan: Plan, code: Mapping[str, str]) -> str:
         curves=by_count,
         topics=_topics(plan.findings),
         candidates=candidate_table(plan.candidates, timed=False),
+        layouts=layout_table(plan.layouts),
         stages=stage_details(plan, code),
         notes=(*shared_sentences(plan), *plan.notes, *plan.explanation),
         plan_json=in_script(plan.to_json()),
@@ -400,6 +401,32 @@ def candidate_table(candidates: Sequence[Candidate], *, timed: bool) -> Table:
                 candidate.note,
             )
             for candidate in candidates
+        ),
+    )
+
+
+def layout_table(layouts: Sequence[BestLayout]) -> Table:
+    """The fastest layout of each number of devices."""
+    columns = (
+        Column("devices"),
+        Column("layout", "text"),
+        Column("step"),
+        Column("gap to bound", leave_out=2),
+        Column("peak memory", leave_out=1),
+        Column("why", "note"),
+    )
+    return Table(
+        columns,
+        tuple(
+            (
+                str(layout.devices),
+                layout.layout,
+                write_ms(layout.step_ms),
+                write_share(max(0.0, layout.step_ms / layout.step_bound_ms - 1)),
+                write_bytes(layout.peak_bytes),
+                layout.why,
+            )
+            for layout in layouts
         ),
     )
 

@@ -161,7 +161,9 @@ def waiting_stages(plan: Plan, config: RunConfig) -> tuple[tuple[int, ...], ...]
 
 def _activation_limit(plan: Plan, ranks: int) -> ActivationLimit:
     """The bytes that each rank of the plan has left for activations, if it has a memory limit."""
-    room = [rank.memory_bytes for rank in plan.setting.ranks]
+    processes = [rank.memory_bytes for rank in plan.setting.ranks]
+    is_of_all = len(processes) == ranks * plan.tensor_parallel
+    room = processes[:: plan.tensor_parallel] if is_of_all else processes
     if len(room) != ranks or None in room:
         return NO_LIMIT
     left = [float(size or 0) for size in room]

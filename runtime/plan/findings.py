@@ -53,3 +53,22 @@ class Finding:
     about: str
     text: str
     bottleneck_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BestLayout:
+    """The fastest layout on a number of devices.
+
+    devices: the number of devices that may be used
+    layout: stages, tensor ranks, replicas, shards, schedule and recomputation in words
+    step_ms, step_bound_ms: its predicted step, and a lower bound for all layouts on these devices
+    peak_bytes: the peak memory of its fullest rank
+    why: what other numbers of tensor ranks would give
+    """
+
+    devices: int
+    layout: str
+    step_ms: float
+    step_bound_ms: float
+    peak_bytes: int
+    why: str

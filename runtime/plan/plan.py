@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import PlanError
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..serialization import Origin, parse_json, read_text, shaped
-from .findings import Candidate, Finding
+from .findings import BestLayout, Candidate, Finding
 from .setting import PlanSetting
 from .structure import evaluate_size
 from .validate import COMMAND, contradiction, is_command
@@ -247,6 +247,7 @@ _USUAL: Mapping[str, Any] = MappingProxyType(
     {
         "mode": "both",
         "tensor_parallel": 1,
+        "layouts": (),
         "draws_numbers": False,
         "changes": (),
         "changes_trained": (),
@@ -271,8 +272,7 @@ class Plan:
     sizes: the sizes of the example inputs by symbol: `batch`, `sequence`
     inputs: the inputs of the model
     values: all boundary tensors and outputs
-    outputs: the structure of the original's output, as `structure.py` writes it: a tensor's name, a
-        list, or an object that keeps the original's keys; constants stand for themselves
+    outputs: the structure of the original's output with the names of tensors (`structure.py`)
     loss: the name of the output value that is the loss; None with a criterion outside the model
     criterion: the criterion outside the model
     stages: the stages in order
@@ -294,10 +294,11 @@ class Plan:
     even_split: forward and backward milliseconds of the stages of an even split by blocks
     candidates: other plans that were considered
     if_sent: the boundaries if no stage recomputed an earlier one's value; empty if equal
-    arguments: the structure of forward's arguments, as in `outputs`; None if they are the inputs
+    arguments: the structure of forward's arguments, as in `outputs`; None if these are the inputs
     constants: tensors outside the state_dict, stored with the weights
     mode: "both", or "train" for stages without an evaluation mode
     tensor_parallel: the tensor ranks of each stage, as planned; 1 for stages that nothing splits
+    layouts: the fastest layout of each number of devices, if it was chosen
     schema: the version of the format of plan.json
     """
 
@@ -334,6 +335,7 @@ class Plan:
     constants: tuple[str, ...] = ()
     mode: str = "both"
     tensor_parallel: int = 1
+    layouts: tuple[BestLayout, ...] = ()
     schema: int = field(default=SCHEMA)
 
     @property

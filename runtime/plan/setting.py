@@ -27,7 +27,8 @@ class PlanSetting:
 
     schedule, micro_batches, recompute, staleness, optimizer, zero: the options of those names
     memory_limit: bytes of each rank; None for no limit
-    ranks: the ranks in order; empty for equal ranks on this host
+    ranks: the processes in order, of which tensor ranks are neighbors; empty for equal ranks on
+        this host
     transfer_ms: (source, target, milliseconds) of transfers that overlap with computation
     latency_ms: the part of every transfer's time that is independent of its bytes
     step_ms: the time of a step of `micro_batches` under the schedule
