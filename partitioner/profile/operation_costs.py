@@ -145,9 +145,9 @@ class CostWalk:
             result = thunk()
         except Exception as error:
             # A user's module may read values, which tensors without data do not have.
-            if node.op != "call_module" and not _needs_values(error):
+            if node.op != "call_module" and not needs_values(error):
                 raise
-            result = self._made_up(node)
+            result = made_up(node, self._resolved)
         if node.target is operator.getitem and not isinstance(call.leaves[0], Tensor):
             self.costs[node.name] = NodeCost()
             return result
@@ -169,19 +169,6 @@ class CostWalk:
         if self.on_progress:
             self.on_progress(len(self.costs), self._calls)
         return result
-
-    def _made_up(self, node: fx.Node) -> Any:
-        """A result like the one that the node had in the capture."""
-        value = node.meta["val"]
-        if isinstance(value, (tuple, list, Mapping)):
-            items = {part.args[1]: part for part in node.users if part.target is operator.getitem}
-            keys = value if isinstance(value, Mapping) else range(len(value))
-            results = {key: self._made_up(items[key]) if key in items else None for key in keys}
-            return results if isinstance(value, Mapping) else [*results.values()]
-        if isinstance(value, Tensor):
-            shape = node.meta.get("example") or self._resolved(node.meta["shape"])
-            return torch.empty(shape, dtype=value.dtype, requires_grad=value.requires_grad)
-        return node.meta.get("example")
 
     def _cost(self, call: _Call) -> OperationCost:
         """The cost of a call, from the cache if it is there; zero if the call rejects
@@ -325,7 +312,7 @@ def storage_makers(graph: fx.Graph) -> dict[fx.Node, str | None]:
     return makers
 
 
-def _needs_values(error: Exception) -> bool:
+def needs_values(error: Exception) -> bool:
     """True if a call failed because its tensors have no data."""
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return True
@@ -333,6 +320,20 @@ def _needs_values(error: Exception) -> bool:
         word in str(error)
         for word in ("meta tensor", "FakeTensor", "data-dependent", "meta backend")
     )
+
+
+def made_up(node: fx.Node, resolved: Callable[[Any], Any]) -> Any:
+    """A result like the one that a node had in the capture; `resolved` gives numbers for sizes."""
+    value = node.meta["val"]
+    if isinstance(value, (tuple, list, Mapping)):
+        items = {part.args[1]: part for part in node.users if part.target is operator.getitem}
+        keys = value if isinstance(value, Mapping) else range(len(value))
+        results = {key: made_up(items[key], resolved) if key in items else None for key in keys}
+        return results if isinstance(value, Mapping) else [*results.values()]
+    if isinstance(value, Tensor):
+        shape = node.meta.get("example") or resolved(node.meta["shape"])
+        return torch.empty(shape, dtype=value.dtype, requires_grad=value.requires_grad)
+    return node.meta.get("example")
 
 
 @contextmanager

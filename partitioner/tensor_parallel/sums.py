@@ -18,7 +18,9 @@ from ...runtime import tensor_parallel
 from ...runtime.tensor_parallel.ranks import Reduction, TensorRanks, reading_loss_alone, using
 from ..capture import Capture, run
 from ..capture.arguments import tensors_in
+from ..capture.graph import Reader
 from ..capture.model_state import is_on_meta
+from ..profile.operation_costs import made_up, needs_values
 from .exchanging import has_loss
 
 
@@ -69,10 +71,17 @@ def sums_of(capture: Capture, inputs: Mapping[str, Tensor], size: int) -> dict[s
     has the parts of one of them."""
     counter, counted = _Counter(size), dict[str, NodeSums]()
     values: dict[fx.Node, Any] = {}
+    tensors = {spec.name: inputs[spec.name] for spec in capture.inputs}
 
     def visit(node: fx.Node, call: Callable[[], Any]) -> Any:
         counter.sums = forward = Sums()
-        result = call()
+        try:
+            result = call()
+        except Exception as error:
+            # A user's module may read values, which tensors without data do not have.
+            if node.op != "call_module" and not needs_values(error):
+                raise
+            result = made_up(node, Reader(capture, tensors, values, training=True).value)
         counter.sums = backward = Sums()
         if _may_sum(node, capture):
             _run_backward(node, result, values)
@@ -82,7 +91,6 @@ def sums_of(capture: Capture, inputs: Mapping[str, Tensor], size: int) -> dict[s
         return result
 
     is_meta = is_on_meta(capture.model)
-    tensors = {spec.name: inputs[spec.name] for spec in capture.inputs}
     ranks = TensorRanks(size=size, collectives=counter)
     with using(ranks), reading_loss_alone(has_loss(capture)), torch.enable_grad():
         if is_meta:

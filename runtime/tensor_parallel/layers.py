@@ -109,9 +109,8 @@ class GroupConv(nn.modules.conv._ConvNd):
     def __init__(
         self, in_channels: int, out_channels: int, *args: Any, groups: int, **kwargs: Any
     ) -> None:
-        super().__init__(
-            local(in_channels), local(out_channels), *args, groups=local(groups), **kwargs
-        )
+        options: dict[str, Any] = {**kwargs, "groups": local(groups)}
+        super().__init__(local(in_channels), local(out_channels), *args, **options)
         self.groups = groups
         mark_split(self.weight, Split(0))
         if self.bias is not None:

@@ -139,6 +139,13 @@ class Feed(nn.Sequential):
         super().__init__(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
 
 
+class Sign(nn.Module):
+    """A module that reads a value, which only tensors with data have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if float(x.sum()) > 0 else -x
+
+
 class Transposed(nn.Module):
     """Two products of weights that are transposed before."""
 
@@ -457,6 +464,12 @@ def test_equal_blocks_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return len(runs)
 
     assert cost(2) == cost(6)
+
+
+def test_layers_beside_a_module_that_reads_values_are_split(tmp_path: Path) -> None:
+    model = nn.Sequential(Feed(), Sign(), Feed())
+    split(tmp_path / "net", model, {"input": torch.randn(4, 8)}, leaves=["Sign"])
+    assert share(tmp_path / "net") > 0.9
 
 
 def test_a_sum_over_the_ranks_that_is_left_out_is_seen(tmp_path: Path) -> None:
