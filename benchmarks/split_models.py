@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from asyncpipe.partitioner.models import builtin
 
-VOCABULARY, TOKENS, BATCH, WIDTH, LAYERS, PIXELS = 96, 16, 2, 32, 4, 32
+VOCABULARY, TOKENS, BATCH, WIDTH, LAYERS, PIXELS = 97, 16, 2, 32, 4, 32
 _LAYERS = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
 _ENCODER = {"vocab_size": VOCABULARY, "intermediate_size": 4 * WIDTH, **_LAYERS}
 _DECODER = {"num_key_value_heads": 2, "attention_dropout": 0.1, "use_cache": False, **_ENCODER}
@@ -33,8 +33,16 @@ def pictures(samples: int = 64) -> dict[str, Tensor]:
 
 
 def _with_text(model: str, config: str, **fields: Any) -> tuple[nn.Module, dict[str, Tensor]]:
-    made = getattr(transformers, config)(**fields)
-    return getattr(transformers, model)(made), text(BATCH)
+    made = getattr(transformers, model)(getattr(transformers, config)(**fields))
+    if model.endswith("ForCausalLM") or model.startswith("GPT2"):
+        made.loss_function = _loss_of_next
+    return made, text(BATCH)
+
+
+def _loss_of_next(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    """The loss of transformers for causal models, without its cast of the logits to float32."""
+    following = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
+    return nn.functional.cross_entropy(logits.view(-1, vocab_size), following)
 
 
 def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
