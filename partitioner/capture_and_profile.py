@@ -25,8 +25,7 @@ from .graph.tensor_sums import TensorSums
 from .load_and_capture import capture_source
 from .models.load import ModelSource
 from .output import PhaseTimer, check_target, describe_capture
-from .planning.cluster import Cluster
-from .planning.cluster_file import check_number
+from .planning.cluster import Cluster, check_number
 from .planning.options import PartitionOptions
 from .planning.tensor_groups import link_of_sums
 from .profile.operation_costs import OnProgress

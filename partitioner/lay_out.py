@@ -143,7 +143,7 @@ def _axes(job: Compilation, cluster: Cluster) -> Axes:
 def _may_share(job: Compilation) -> Callable[[int], bool]:
     def may(zero: int) -> bool:
         try:
-            make_setting(1, **{**job.options.running, "zero": zero})
+            make_setting(1, **replace(job.options, zero=zero).running)
         except PlanError:
             return False
         return True
