@@ -7,8 +7,8 @@
 Exercise 1 of https://github.com/jinyangli/pathway2ai trains on the first tenth of 10,000 points, 15
 batches of 64 in their order, and measures the loss on that tenth. The 40 points that fill no batch
 are never trained on, and make almost all of the loss at the end. Its code as published learns more
-slowly (1.9 after 100 steps, 0.27 after 900) than the curve that it prints, to which points of this
-scale lead.
+slowly (1.9 after 100 steps, 0.27 after 900) than the curve that it prints. The scale of the points
+is not published: `SCALE` was chosen because it leads to that curve.
 """
 
 import torch
