@@ -46,6 +46,7 @@ from ..graph.rank_model import Device, RankConfig
 from .choose_devices import DeviceChoice, search_of, shapes
 from .cluster import Cluster
 from .device_layouts import LayoutResult, Search, Shape, shape_name
+from .infeasible import NothingFits
 from .solve import QUICK
 
 TIE = 0.01
@@ -343,7 +344,7 @@ class LayoutChoice:
         return (
             *others,
             *(
-                Candidate(f"{number} tensor ranks", 0, 0.0, 0.0, 0, 0, 0.0, note=error.what)
+                Candidate(counted(number, "tensor rank"), 0, 0.0, 0.0, 0, 0, 0.0, note=_note(error))
                 for number, error in self.refused.items()
             ),
         )
@@ -353,6 +354,10 @@ class LayoutChoice:
         return BestLayout(
             devices, best.name, best.step_ms, self.bound_ms, best.peak_bytes, self.why
         )
+
+
+def _note(error: PlanError) -> str:
+    return "does not fit" if isinstance(error, NothingFits) else error.what
 
 
 def _candidate(found: Found, more: float) -> Candidate:
