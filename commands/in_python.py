@@ -38,7 +38,7 @@ class TrainKeywords(PipelineKeywords, total=False):
     global_batch_size: int | None
     criterion: str | None
     check_replicas: int
-    zero: int
+    zero: int | None
     resume: str | None
     save_every: int
     keep_last: int

@@ -32,7 +32,7 @@ class PipelineKeywords(TypedDict, total=False):
     ranks: int | None
     replicas: int | None
     tensor_parallel: int | None
-    zero: int
+    zero: int | None
     staleness: str | None
     annealing_steps: int | None
     ahead: str | None
@@ -75,6 +75,7 @@ class PipelineKeywords(TypedDict, total=False):
     loss_scale: float | None
     boundary_dtype: str | None
     transport: str
+    mpi_memory: str
     interface: str | None
     master_addr: str | None
     master_port: int | None
