@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import networkx as nx
 
@@ -65,6 +66,7 @@ def laid_out(job: Compilation) -> LaidOut:
     cluster = job.cluster or _equal(job.options)
     profiled: dict[int, Profiled] = {}
     graphs: dict[int, nx.DiGraph] = {}
+    solving: dict[int, dict[str, Any]] = {}
     refused: dict[int, PlanError] = {}
     for number in cluster.group_sizes:
         part = _with_tensor_ranks(job, cluster, number)
@@ -78,9 +80,8 @@ def laid_out(job: Compilation) -> LaidOut:
         with as_one_rank(part, captured):
             graphs[number] = cost_graphs(part, captured, profile).of(profile)
         profiled[number] = captured, profile
-    whole = _with_tensor_ranks(job, cluster, 1)
-    solving = solve_options(whole, profiled[1][0], graphs[1])
-    axes = _axes(whole, cluster)
+        solving[number] = solve_options(part, captured, graphs[number])
+    axes = _axes(_with_tensor_ranks(job, cluster, 1), cluster)
     with explained():
         choice = choose_layout(graphs, cluster, axes, solving, refused)
     rows = by_devices(graphs, cluster, axes, solving, choice)

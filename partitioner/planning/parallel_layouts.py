@@ -39,6 +39,7 @@ import numpy as np
 from ...runtime.errors import PlanError
 from ...runtime.formatting import counted, write_share
 from ...runtime.plan.findings import BestLayout, Candidate
+from ...runtime.plan.sharing import GRADIENTS
 from ...runtime.schedule.asynchronous import ASYNCHRONOUS
 from ..graph.cost_graph import costs_of
 from ..graph.costs import Link
@@ -140,7 +141,7 @@ class _OfGraph:
         candidates = []
         for order, schedule in enumerate(self.axes.schedules):
             how = self.search(schedule, 0, QUICK).how
-            unequal = schedule in ASYNCHRONOUS
+            unequal = schedule in ASYNCHRONOUS and min(self.axes.zeros) < GRADIENTS
             for shape in shapes(len(self.cluster.devices), self.axes.stages, unequal=unequal):
                 if self.axes.stages in (None, len(shape)) and _may_run(schedule, shape):
                     setting = RankConfig((Device(),) * len(shape), replicas=shape, **{**how})
@@ -158,7 +159,7 @@ class _OfGraph:
         """A shape with the fewest shards of those that are as fast. Raises PlanError if it does not
         fit.
         """
-        zeros = self.axes.zeros if max(shape) > 1 else (0,)
+        zeros = [zero for zero in self.axes.zeros if _may_share(zero, shape)] or [0]
         most = self._with_shards(schedule, shape, zeros[-1], method)
         for zero in zeros[:-1]:
             try:
@@ -168,6 +169,21 @@ class _OfGraph:
             if fewer.step_ms <= most.step_ms * (1 + TIE):
                 return replace(fewer, bound_ms=min(most.bound_ms, fewer.bound_ms))
         return most
+
+    def fitting(self, schedule: str, shape: Shape) -> Found:
+        """A shape by the chain DP; by the exact method, which knows other orders of the groups, if
+        no cut of the given order fits. Raises PlanError if it does not fit.
+        """
+        try:
+            return self.solved(schedule, shape, QUICK)
+        except PlanError:
+            if len(shape) == 1 or self.is_large(shape):
+                raise
+        return self.solved(schedule, shape, "exact")
+
+    def is_large(self, shape: Shape) -> bool:
+        """The exact method would take long."""
+        return len(shape) > 1 and len(self.graph) * len(shape) > _MOST_WORK
 
     def _with_shards(self, schedule: str, shape: Shape, zero: int, method: str) -> Found:
         search = self.search(schedule, zero, method)
@@ -184,9 +200,8 @@ class _OfGraph:
         for _ in range(_MOST_PROVED):
             at = min(range(len(found)), key=lambda at: found[at].bound_ms)
             weakest, best_ms = found[at], min(each.step_ms for each in found)
-            is_large = len(self.graph) * len(weakest.shape) > _MOST_WORK
             is_close = weakest.bound_ms * (1 + _PROVED) >= best_ms
-            if is_close or is_large or weakest.is_proved:
+            if is_close or weakest.is_proved or self.is_large(weakest.shape):
                 break
             again = self.solved(weakest.schedule, weakest.shape, "exact")
             faster = min(again, weakest, key=lambda each: each.step_ms)
@@ -217,9 +232,11 @@ def best_of(
             left_out_ms = min(left_out_ms, least_ms)
             continue
         try:
-            found = of_graph.solved(schedule, shape, QUICK)
+            found = of_graph.fitting(schedule, shape)
         except PlanError as error:
             refused = refused or error
+            if of_graph.is_large(shape):  # another order of the groups may fit
+                left_out_ms = min(left_out_ms, least_ms)
             continue
         solved.append(replace(found, bound_ms=max(found.bound_ms, least_ms)))
     if not solved:
@@ -238,6 +255,11 @@ def better(one: Found, other: Found) -> Found:
 
 def _modesty(found: Found) -> tuple[int, ...]:
     return found.devices, found.tensor_parallel, len(found.shape), found.zero
+
+
+def _may_share(zero: int, shape: Shape) -> bool:
+    """Gradients are shared out only by replicas of whole pipelines, and nothing by one replica."""
+    return zero == 0 or (max(shape) > 1 and (zero < GRADIENTS or len(set(shape)) == 1))
 
 
 def _may_run(schedule: str, shape: Shape) -> bool:
@@ -379,17 +401,18 @@ def choose_layout(
     graphs: Mapping[int, nx.DiGraph],
     cluster: Cluster,
     axes: Axes,
-    options: Mapping[str, Any],
+    options: Mapping[int, Mapping[str, Any]],
     known: Mapping[int, PlanError] = MappingProxyType({}),
 ) -> LayoutChoice:
     """The fastest layout on a cluster, from the cost graph of a rank's parts for each number of
-    tensor ranks; `known`: why other numbers are impossible. Raises PlanError if none fits.
+    tensor ranks, and the options of `solve` for it; `known`: why other numbers are impossible.
+    Raises PlanError if none fits.
     """
     found: dict[int, Found] = {}
     refused = dict(known)
     for number, graph in graphs.items():
         try:
-            found[number] = best_of(graph, cluster, number, axes, options)
+            found[number] = best_of(graph, cluster, number, axes, options[number])
         except PlanError as error:
             refused[number] = error
     if not found:
@@ -401,7 +424,7 @@ def by_devices(
     graphs: Mapping[int, nx.DiGraph],
     cluster: Cluster,
     axes: Axes,
-    options: Mapping[str, Any],
+    options: Mapping[int, Mapping[str, Any]],
     whole: LayoutChoice,
 ) -> tuple[BestLayout, ...]:
     """The fastest layout on the first 1, 2, 4 .. devices of the cluster, and on all of them."""

@@ -60,7 +60,7 @@ def cluster(number: int, link: Link, memory_bytes: float = math.inf, hosts: int 
 def chosen(times_ms: list[float], on: Cluster, link: Link, **axes: Any) -> LayoutChoice:
     graphs = {size: layers(times_ms, size, link) for size in on.group_sizes}
     axes = {"schedules": ("1f1b",), **axes}
-    return choose_layout(graphs, on, Axes(**axes), {"micro_batches": 4})
+    return choose_layout(graphs, on, Axes(**axes), dict.fromkeys(graphs, {"micro_batches": 4}))
 
 
 @settings(max_examples=12, deadline=None)
@@ -138,7 +138,7 @@ def test_tensor_ranks_are_on_one_host() -> None:
 def test_more_devices_are_never_slower() -> None:
     on = cluster(8, FAST, hosts=2)
     graphs = {size: layers([4.0] * 4, size) for size in on.group_sizes}
-    axes, options = Axes(("1f1b",)), {"micro_batches": 8}
+    axes, options = Axes(("1f1b",)), dict.fromkeys(graphs, {"micro_batches": 8})
     rows = by_devices(graphs, on, axes, options, choose_layout(graphs, on, axes, options))
     assert [row.devices for row in rows] == [1, 2, 4, 8]
     steps = [row.step_ms for row in rows]
@@ -149,3 +149,14 @@ def test_more_devices_are_never_slower() -> None:
 def test_schedules_are_compared() -> None:
     choice = chosen([4.0] * 4, cluster(4, SLOW), SLOW, schedules=("gpipe", "zb-h1"), stages=4)
     assert choice.best.schedule == "zb-h1"
+
+
+def test_gradients_are_not_shared_out_where_single_stages_have_replicas() -> None:
+    def layout(memory_mb: float, *zeros: int) -> LayoutChoice:
+        on = cluster(3, FAST, memory_mb * MEGABYTE)
+        how: dict[str, Any] = {"schedules": ("async-1f1b",), "zeros": zeros, "stages": 2}
+        return chosen([1.0] * 9, on, FAST, **how)
+
+    assert [layout(memory, 0, 1, 2).found[1].zero for memory in (300, 180)] == [0, 1]
+    assert len(set(layout(180, 0, 1, 2).found[1].shape)) == 2
+    assert layout(300, 2).found[1].shape == (1, 1)
