@@ -140,7 +140,7 @@ def partition_source(
         options.devices,
         options.stages,
         ranks=options.ranks,
-        zero=options.zero,
+        zero=0 if options.tensor_parallel == AUTO else options.zero,
         method=options.method,
     )
     ranks = options.ranks or options.stages or len(cluster.devices if cluster else ())

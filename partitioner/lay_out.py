@@ -69,18 +69,18 @@ def laid_out(job: Compilation) -> LaidOut:
     solving: dict[int, dict[str, Any]] = {}
     refused: dict[int, PlanError] = {}
     for number in cluster.group_sizes:
-        part = _with_tensor_ranks(job, cluster, number)
         try:
+            part = _with_tensor_ranks(job, cluster, number)
             captured, profile = profiled_parts(part)
+            with as_one_rank(part, captured):
+                graph = cost_graphs(part, captured, profile).of(profile)
+            solving[number] = solve_options(part, captured, graph)
         except PlanError as error:
             if number == 1:
                 raise
             refused[number] = error
             continue
-        with as_one_rank(part, captured):
-            graphs[number] = cost_graphs(part, captured, profile).of(profile)
-        profiled[number] = captured, profile
-        solving[number] = solve_options(part, captured, graphs[number])
+        graphs[number], profiled[number] = graph, (captured, profile)
     axes = _axes(_with_tensor_ranks(job, cluster, 1), cluster)
     with explained():
         choice = choose_layout(graphs, cluster, axes, solving, refused)

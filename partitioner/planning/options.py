@@ -369,10 +369,10 @@ class PartitionOptions:
 
     @property
     def running(self) -> PlanConfig:
-        """How the plan will be run."""
+        """How the plan will be run. The ranks that a layout is to be chosen for are devices."""
         return PlanConfig(
             schedule=self.schedule,
-            ranks=self.ranks,
+            ranks=None if self.tensor_parallel == AUTO else self.ranks,
             micro_batches=self.micro_batches,
             recompute=self.recompute,
             memory_limit=self.memory_limit,

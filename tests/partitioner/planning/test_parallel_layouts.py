@@ -7,9 +7,12 @@ from typing import Any
 
 import networkx as nx
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import asyncpipe
 from asyncpipe.partitioner.graph.costs import Link
 from asyncpipe.partitioner.graph.rank_model import Device
 from asyncpipe.partitioner.graph.tensor_sums import with_sums
@@ -160,3 +163,26 @@ def test_gradients_are_not_shared_out_where_single_stages_have_replicas() -> Non
     assert [layout(memory, 0, 1, 2).found[1].zero for memory in (300, 180)] == [0, 1]
     assert len(set(layout(180, 0, 1, 2).found[1].shape)) == 2
     assert layout(300, 2).found[1].shape == (1, 1)
+
+
+def test_layouts_of_a_model_keep_the_options_that_are_given() -> None:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    plan = asyncpipe.partition(
+        nn.Sequential(*layers),
+        torch.randn(4, 16),
+        ranks=4,
+        stages=2,
+        cut_at=["4"],
+        tensor_parallel="auto",
+        zero=1,
+        schedule="1f1b",
+        loss="mse",
+        profile="analytic",
+        stop_after="plan",
+    )
+    assert [row.devices for row in plan.layouts] == [2, 4]
+    assert all(row.layout.startswith("2 stages") for row in plan.layouts)
+    assert [stage.modules for stage in plan.stages] == [("0-3",), ("4-7",)]
+    notes = {other.name: other.note for other in plan.candidates if not other.stages}
+    assert notes["4 tensor ranks"] == "2 stages asked, but there is 1 device."
+    assert notes["2 tensor ranks"].startswith("--cut-at 4 is not possible")
