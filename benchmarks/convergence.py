@@ -138,6 +138,7 @@ NEAR = (
     "stash:adamw,sync-start=10%",
     "stash+aggmsnag:adamw",
     "stash+gap-aware:adamw",
+    "stash+gap-aware-activations:adamw",
     "stash+dc-asgd-adaptive:adamw",
     "stash+error-feedback:adamw",
     "stash+error-feedback:muon",

@@ -385,6 +385,7 @@ class Executor:
                 self.weights[action.stage].add_gradients(micro_batch)
             else:
                 self._finish_micro_batch(run, where)
+                gradients = binder.corrected(run.version_pairs[where], gradients)
         run.mailbox.completed(action)
         for channel in run.mailbox.outgoing("gradient", action.stage):
             run.mailbox.put(channel, action.index, gradients[channel.name])

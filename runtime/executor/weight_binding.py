@@ -184,6 +184,13 @@ class WeightBinder:
                 method.after_backward(self.weights, pair, gradients)
         return self.weights.went_backward(pair.micro_batch)
 
+    def corrected(self, pair: VersionPair, sent: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients that the stage sends to earlier stages, after `finish`."""
+        for method in self.methods:
+            if (factor := method.factor_on_sent(pair)) is not None:
+                sent = {name: gradient * factor for name, gradient in sent.items()}
+        return sent
+
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Wraps a step, and counts it."""

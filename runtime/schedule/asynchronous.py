@@ -313,6 +313,7 @@ KEEPS: Mapping[str, Keeps] = {
     "delay-rate": Keeps(),
     # Squares of steps, and what the decay of the window loses.
     "gap-aware": Keeps(beside=2, of_state=True),
+    "gap-aware-activations": Keeps(beside=1, of_state=True),
     "gap-aware-loss": Keeps(kept=True, refilled=True, beside=2, of_state=True),
     "dc-asgd": Keeps(),
     "dc-asgd-adaptive": Keeps(beside=1),

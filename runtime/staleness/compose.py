@@ -30,6 +30,7 @@ from .gradient_corrections import (
     DelayCompensated,
     ErrorFeedback,
     GapAware,
+    GapAwareActivations,
     GapAwareLoss,
     SpikeCompensation,
 )
@@ -68,6 +69,7 @@ METHODS: dict[str, type[Staleness]] = {
     "pipemare-rate": PipeMareRate,
     "delay-rate": DelayRate,
     "gap-aware": GapAware,
+    "gap-aware-activations": GapAwareActivations,
     "gap-aware-loss": GapAwareLoss,
     "dc-asgd": DelayCompensated,
     "dc-asgd-adaptive": AdaptivelyCompensated,

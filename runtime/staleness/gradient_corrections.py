@@ -6,14 +6,14 @@ compensation and error feedback change the optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from .protocol import BackwardReads, StageContext, Staleness, State, VersionPair
-from .step_sizes import StepSizes, at_step, rules, step_sizes
+from .step_sizes import StepSizes, UpdateRule, at_step, rules, step_sizes
 from .weight_versions import Weights, WeightVersions
 
 
@@ -73,27 +73,40 @@ class GapAware(Staleness):
     ) -> None:
         if self._sizes is None or self.optimizer is None:
             return
-        rule, read = rules(self.optimizer, weights.live), weights.read_by(pair.micro_batch)
-        is_kept = self.context.keeps_forward
+        rule, is_kept = rules(self.optimizer, weights.live), self.context.keeps_forward
+        for name, gradient, penalty in self._penalties(weights, pair, gradients, rule):
+            gradient.div_(penalty)
+            is_reduced = is_kept or not rule[name].decoupled
+            if is_reduced and rule[name].decay and name not in self.context.shared:
+                lost = (1 - penalty).div_(penalty).div_(self.context.step_every)
+                before = self._lost.get(name)
+                self._lost[name] = lost if before is None else before.add_(lost)
+
+    def _penalties(
+        self,
+        weights: WeightVersions,
+        pair: VersionPair,
+        gradients: Weights,
+        rule: Mapping[str, UpdateRule],
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The gradient and the penalty of each weight that has both."""
+        assert self._sizes is not None
+        read = weights.read_by(pair.micro_batch)
         for name, leaf in gradients.items():
             if leaf.grad is None:
                 continue
             live = weights.live[name]
             gap = (
-                read[name].sub(live).abs_() if is_kept else self._sizes.last_step(live, rule[name])
+                read[name].sub(live).abs_()
+                if self.context.keeps_forward
+                else self._sizes.last_step(live, rule[name])
             )
             if gap is None:
                 continue
             # Without any step yet, both are zero.
             size = self._sizes.of(live, rule[name], leaf.grad)
             size = size.clamp_(min=torch.finfo(size.dtype).tiny)
-            penalty = gap.div_(size).add_(1)
-            leaf.grad.div_(penalty)
-            is_reduced = is_kept or not rule[name].decoupled
-            if is_reduced and rule[name].decay and name not in self.context.shared:
-                lost = (1 - penalty).div_(penalty).div_(self.context.step_every)
-                before = self._lost.get(name)
-                self._lost[name] = lost if before is None else before.add_(lost)
+            yield name, leaf.grad, gap.div_(size).add_(1)
 
     @contextmanager
     def stepping(self, weights: WeightVersions) -> Iterator[None]:
@@ -122,6 +135,40 @@ class GapAware(Staleness):
             yield
         with torch.no_grad():
             sizes.end(weights.live, rule)
+
+
+class GapAwareActivations(GapAware):
+    """`gap-aware-activations`: the gradients that a stage sends to the stages before it count less,
+    the more its weights have moved; those of its own weights stay as they are.
+
+        g_x <- g_x / mean(penalty)         over all weights of the stage that have gradients
+
+    The gradient of an activation is made with the weights of the forward too. What arrives at a
+    stage has the factors of all later stages. The penalty is that of `gap-aware`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._factors: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def after_backward(
+        self, weights: WeightVersions, pair: VersionPair, gradients: Weights
+    ) -> None:
+        if self._sizes is None or self.optimizer is None:
+            return
+        rule = rules(self.optimizer, weights.live)
+        means = [
+            (penalty.mean(), penalty.numel())
+            for *_, penalty in self._penalties(weights, pair, gradients, rule)
+        ]
+        if means:
+            numbers = sum(number for _, number in means)
+            total = torch.stack([mean * number for mean, number in means]).sum()
+            self._factors[pair.micro_batch] = numbers / total
+
+    def factor_on_sent(self, pair: VersionPair) -> Tensor | None:
+        return self._factors.pop(pair.micro_batch, None)
 
 
 class GapAwareLoss(GapAware):

@@ -291,6 +291,11 @@ class Staleness:
         window. Called if the forward read an older version than the live one and its weights were
         needed."""
 
+    def factor_on_sent(self, pair: VersionPair) -> Tensor | None:
+        """The factor on the gradients that the stage sends to earlier stages for a micro-batch;
+        None for 1. Called after `after_backward`."""
+        return None
+
     def transform_gradient(self, weights: WeightVersions) -> None:
         """May change the live `.grad` of a complete window, before it is clipped and used."""
 

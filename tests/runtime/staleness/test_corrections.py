@@ -23,6 +23,7 @@ from asyncpipe.tests.support.oracles.gradient_corrections import (
     AdaptivelyCompensatedReference,
     DelayCompensatedReference,
     DelayRateReference,
+    GapAwareActivationsReference,
     GapAwareLossReference,
     GapAwareReference,
     LookAheadReference,
@@ -48,6 +49,7 @@ METHODS = {
     "stash+dc-asgd": Together(Reference(), DelayCompensatedReference()),
     "stash+dc-asgd-adaptive": Together(Reference(), AdaptivelyCompensatedReference()),
     "stash+gap-aware": Together(Reference(), GapAwareReference()),
+    "stash+gap-aware-activations": Together(Reference(), GapAwareActivationsReference()),
     "stash+gap-aware+pipemare-rate": Together(
         Reference(), GapAwareReference(), PipeMareRateReference(4)
     ),

@@ -27,6 +27,7 @@ KEPT = (
     ("stash+lwp-w", "adam", 0),
     ("pipeoptim", "adam", 0),
     ("stash+gap-aware", "adam", 1),
+    ("stash+gap-aware-activations", "adam", 0),
     ("gap-aware-loss", "momentum", 1),
     ("stash+dc-asgd", "adam", 0),
     ("stash+dc-asgd-adaptive", "adam", 0),

@@ -82,6 +82,11 @@ class Reference:
         """A micro-batch's gradient as it joins those of its window."""
         return gradient
 
+    def sent(self, history: StageHistory, gradient: Tensor) -> Tensor:
+        """A micro-batch's gradient of an input, as it goes to the stage that made the input; called
+        after `gradient`."""
+        return gradient
+
     def accumulated(self, history: StageHistory, gradients: Values) -> None:
         """Receives the sum of the window's gradients so far, which a prediction may use."""
 
@@ -265,9 +270,6 @@ def async_run(
                 [_add(arriving[n]) for n in wanted],
                 allow_unused=True,
             )
-            for name, gradient in zip(cut, found, strict=False):
-                zeros = torch.zeros_like(inputs[name])
-                arriving.setdefault(name, []).append(zeros if gradient is None else gradient)
             own = {n: g for n, g in zip(leaves, found[len(cut) :], strict=True) if g is not None}
             if fault == "drop one gradient" and (t, j) == (1, 0):
                 own = {}
@@ -275,6 +277,9 @@ def async_run(
                 before = window_sum[j].get(name)
                 window_sum[j][name] = gradient if before is None else before + gradient
             method.accumulated(history, window_sum[j])
+            for name, gradient in zip(cut, found, strict=False):
+                gradient = torch.zeros_like(inputs[name]) if gradient is None else gradient
+                arriving.setdefault(name, []).append(method.sent(history, gradient))
             oracle.ledger.add((j, place, at, now))
         if (turn + 1) % (k * replicas) == 0:
             version = (t + 1) // k

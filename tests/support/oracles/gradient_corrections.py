@@ -42,6 +42,11 @@ class Together(Reference):
             gradient = part.gradient(history, gradient, read, at, now)
         return gradient
 
+    def sent(self, history: StageHistory, gradient: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            gradient = part.sent(history, gradient)
+        return gradient
+
     def rate(self, history: StageHistory, version: int, name: str) -> float:
         factor = 1.0
         for part in self.parts:
@@ -151,12 +156,17 @@ class GapAwareReference(Reference):
             return gradient
         corrected = {}
         for name, share in gradient.items():
-            gap = (read[name] - history.weights[now][name]).abs()
-            penalty = 1 + gap / self.size(history, name, share)
+            penalty = self.penalty(history, name, share, read, now)
             kept = history.notes.setdefault(("kept", name), torch.zeros_like(share))
             kept += (1 - penalty) / penalty
             corrected[name] = share / penalty
         return corrected
+
+    def penalty(
+        self, history: StageHistory, name: str, share: torch.Tensor, read: Values, now: int
+    ) -> torch.Tensor:
+        gap = (read[name] - history.weights[now][name]).abs()
+        return 1 + gap / self.size(history, name, share)
 
     def size(self, history: StageHistory, name: str, share: torch.Tensor) -> torch.Tensor:
         options, notes = history.options[name], history.notes
@@ -212,6 +222,25 @@ class GapAwareReference(Reference):
         before = notes.get(("r", name), torch.zeros_like(value))
         notes["r", name] = memory * before + (1 - memory) * value**2
         notes["n", name] = notes.get(("n", name), 0) + 1
+
+
+class GapAwareActivationsReference(GapAwareReference):
+    """`gap-aware-activations`: the mean penalty of the stage divides what it sends."""
+
+    def gradient(
+        self, history: StageHistory, gradient: Values, read: Values, at: int, now: int
+    ) -> Values:
+        penalties = [torch.ones(1)]
+        if at != now and gradient:
+            penalties = [
+                self.penalty(history, name, share, read, now).flatten()
+                for name, share in gradient.items()
+            ]
+        history.notes["mean penalty"] = torch.cat(penalties).mean()
+        return gradient
+
+    def sent(self, history: StageHistory, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / history.notes["mean penalty"]
 
 
 class WholeDecayReference(GapAwareReference):
