@@ -79,8 +79,8 @@ def profile(work: Work, dtype: str) -> None:
 
 
 def exactness(work: Work) -> None:
-    """The losses of the device in float64 beside those of the CPU: synchronous schedules have those
-    of one process."""
+    """Compares the losses of the device in float64 with those of the CPU. A synchronous schedule
+    has the losses of one process."""
     ways: dict[str, dict[str, Any]] = {
         "single": {"schedule": "single"},
         "1f1b": {},
@@ -104,7 +104,7 @@ def exactness(work: Work) -> None:
 
 
 def resume(work: Work) -> None:
-    """A run that was resumed from a checkpoint, beside one that ran through."""
+    """Compares a run that was resumed from a checkpoint with an uninterrupted run."""
     with work.row("1f1b") as row:
         folder = work.plan("tiny", 2)
         options = {"micro_batches": 4, "steps": 6, "save_every": 3}
@@ -143,7 +143,7 @@ def transports(work: Work) -> None:
 
 
 def _measured_links(device: str) -> list[str]:
-    """What asyncpipe-comm finds between two ranks."""
+    """The links between two ranks, measured by asyncpipe-comm."""
     program = Path(sys.executable).with_name("asyncpipe-comm")
     command = [str(program), "measure", "--ranks", "2", "--device", device, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -158,7 +158,7 @@ def _measured_links(device: str) -> list[str]:
 
 def prediction(work: Work) -> None:
     """Predicted and measured steps and memory. Ranks that share a GPU run one after the other
-    (`seq`) for the step, as the plan does not know of sharing."""
+    (`seq`), because the plan assumes a device for each rank."""
     setting = work.setting
     schedule = "1f1b" if setting.gpus != 1 else "seq"
     for model in MODELS:
@@ -178,16 +178,16 @@ def prediction(work: Work) -> None:
 
 
 def bfloat16(work: Work) -> None:
-    """A step under --precision bfloat16 beside one in float32."""
-    _beside(work, "bfloat16", {"precision": "bfloat16"}, 0.02)
+    """Compares a step with --precision bfloat16 with one in float32."""
+    _compared(work, "bfloat16", {"precision": "bfloat16"}, 0.02)
 
 
 def compiled(work: Work) -> None:
-    """A step with --compile beside one without."""
-    _beside(work, "--compile", {"compile": True}, 1e-4)
+    """Compares a step with --compile with one without."""
+    _compared(work, "--compile", {"compile": True}, 1e-4)
 
 
-def _beside(work: Work, name: str, options: dict[str, Any], limit: float) -> None:
+def _compared(work: Work, name: str, options: dict[str, Any], limit: float) -> None:
     for model in MODELS:
         with work.row(f"{model}, {name}") as row:
             folder = work.plan(model, 2)
@@ -204,7 +204,7 @@ def _beside(work: Work, name: str, options: dict[str, Any], limit: float) -> Non
 
 
 def asynchronous(work: Work) -> None:
-    """Asynchronous schedules beside synchronous ones: times and memory."""
+    """Times and memory of asynchronous schedules and of 1f1b."""
     for name, options in {
         "1f1b": {},
         "async-1f1b, none": {"schedule": "async-1f1b", "staleness": "none"},
@@ -217,7 +217,7 @@ def asynchronous(work: Work) -> None:
 
 
 def tensor(work: Work) -> None:
-    """Layers that two ranks share out, beside one rank."""
+    """Compares two tensor ranks with one process."""
     for model in MODELS:
         with work.row(f"{model}, 2 tensor ranks") as row:
             folder = work.plan(model, 1, tensor_parallel=2)
@@ -239,19 +239,19 @@ def zero(work: Work) -> None:
 
 
 PARTS = {
-    "machine": Part(machine, 1, "Versions, GPUs, which of them reach each other, matmul rates."),
-    "exactness": Part(exactness, 3, "Losses in float64 beside those of the CPU."),
+    "machine": Part(machine, 1, "Versions, GPUs, direct access between them, matmul rates."),
+    "exactness": Part(exactness, 3, "Losses in float64, compared with those of the CPU."),
     "transports": Part(transports, 4, "CUDA IPC (shm), gloo and NCCL, on one GPU and on two."),
     "profile": Part(partial(profile, dtype="float32"), 3, "The measured profile."),
     "profile-bfloat16": Part(partial(profile, dtype="bfloat16"), 3, "The profile in bfloat16."),
-    "prediction": Part(prediction, 4, "Predicted steps and memory beside measured ones."),
-    "bfloat16": Part(bfloat16, 3, "--precision bfloat16 beside float32."),
+    "prediction": Part(prediction, 4, "Predicted and measured steps and memory."),
+    "bfloat16": Part(bfloat16, 3, "--precision bfloat16, compared with float32."),
     "compare-gpt": Part(partial(compare, model="gpt"), 6, "GPT-2's shapes, torch and DDP."),
     "compare-llama": Part(partial(compare, model="llama"), 6, "Llama's shapes, torch and DDP."),
-    "asynchronous": Part(asynchronous, 3, "Asynchronous schedules beside 1f1b."),
+    "asynchronous": Part(asynchronous, 3, "Asynchronous schedules, compared with 1f1b."),
     "tensor": Part(tensor, 3, "Layers shared out over two tensor ranks."),
     "zero": Part(zero, 2, "Optimizer state and gradients shared out over two replicas."),
-    "resume": Part(resume, 2, "A resumed run beside one that ran through."),
+    "resume": Part(resume, 2, "A resumed run, compared with an uninterrupted one."),
     "compile": Part(compiled, 5, "torch.compile of the stages."),
 }
 """The parts in the order in which they run."""

@@ -50,7 +50,7 @@ def sentence_of(error: BaseException) -> str:
 
 @dataclass
 class Work:
-    """What a part knows: the setting, a folder that all parts share, the end of its time."""
+    """The setting of a part, a folder that all parts share, and the time at which it ends."""
 
     setting: Setting
     folder: Path
