@@ -20,7 +20,7 @@ SCALE = 20.0
 
 
 def data() -> tuple[DataLoader, TensorDataset]:
-    """What is trained on, in its order, and what is evaluated."""
+    """The training data in their order, and the evaluation data."""
     points, classes = make_classification(
         n_samples=POINTS,
         n_features=1024,
