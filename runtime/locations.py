@@ -195,7 +195,7 @@ class RemoteFolder:
 
 
 def is_there(files: Any, path: str) -> bool:
-    """Like fsspec's `exists`, which mistakes a server that does not answer for a missing file."""
+    """Like fsspec's `exists`, but raises an error if the server is silent."""
     try:
         files.info(path)
     except FileNotFoundError:

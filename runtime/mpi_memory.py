@@ -1,7 +1,7 @@
-"""Whether a library of MPI takes messages that lie in the memory of a GPU.
+"""Finds out whether an MPI library is CUDA-aware: whether messages may lie in GPU memory.
 
-It is asked in both ways: MPI 4.1 lists kinds of memory (section 12.4.3), and Open MPI and those
-made from it answer `MPIX_Query_cuda_support`. A library that leaves both open takes none.
+There are two ways to ask: MPI 4.1 lists kinds of memory (section 12.4.3), and Open MPI and its
+derivatives answer `MPIX_Query_cuda_support`. A library that answers neither is not CUDA-aware.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def die_with(command: int) -> None:
 
 
 def is_alive(process: int) -> bool:
-    """True if a process of this machine has not ended, or if the system does not say."""
+    """True if a process of this machine is running, or if the system has no `/proc`."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

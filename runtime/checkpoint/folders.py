@@ -10,10 +10,10 @@ A folder of that name is complete: it is written under another name, and renamed
 content has reached the disk.
 
 Only one run at a time may write a folder: the process that leads the run holds a POSIX lock
-(`fcntl.lockf`) on a file in it. The lock belongs to that process alone; the system releases it
-however the process ends, and child processes do not hold it. So a lock file that is left behind
-means nothing; its content, the lock's owner, is only for messages. A network file system may not
-support locks; then nothing prevents two runs in one folder.
+(`fcntl.lockf`) on a file in it. The lock belongs to that process alone, not to its children, and
+the system releases it however the process ends. So a lock file that is left behind locks nothing;
+its content, the owner of the lock, is only for messages. On a network file system without locks,
+nothing prevents two runs in one folder.
 
 Nothing here imports torch.
 """
@@ -150,7 +150,7 @@ def files_of(checkpoint: Path) -> dict[str, tuple[int, str]]:
         if ".." not in Path(name).parts and not Path(name).is_absolute()
     }
     if FACTS not in files or len(files) != len(entries):
-        raise CheckpointError(f"{checkpoint / MANIFEST} does not list a checkpoint's files.")
+        raise CheckpointError(f"{checkpoint / MANIFEST} is not the manifest of a checkpoint.")
     return files
 
 

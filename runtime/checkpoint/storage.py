@@ -121,8 +121,8 @@ def read_tensors(
     is_wanted: Callable[[str], bool],
     read: Callable[[str, Any], Tensor | None] = lambda name, stored: None,
 ) -> dict[str, Tensor]:
-    """The tensors of a folder whose names are wanted; of those for which `read` returns a tensor,
-    what it has read of a slice of the file.
+    """The tensors of a folder whose names are wanted. `read` may return a part of a tensor from its
+    slice in the file, or None to read the whole tensor.
 
     Raises CheckpointError for a damaged file.
     """

@@ -1,7 +1,7 @@
 """The operations between ranks, each with its buffers, its expected result and its bytes.
 
 A case is one operation with a size, a dtype and a reduction. Values are small whole numbers, so
-that sums are exact in every dtype and do not depend on the order of additions.
+that sums are exact in every dtype and equal in every order of additions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Case:
 
     op: a name of OPERATIONS.
     dtype: a name of DTYPES; OBJECT for operations on objects.
-    reduce: a name of REDUCTIONS; "" for operations that do not reduce.
+    reduce: a name of REDUCTIONS; "" for operations without a reduction.
     count: the elements of a message; the bytes, for objects; those of C, for products.
     rank, ranks: this rank and the number of ranks.
     device: the device of the tensors.

@@ -1,8 +1,8 @@
-"""The task `diagnose`: measures of running ranks what each of seven causes would change.
+"""The task `diagnose`: measures on running ranks the quantities that seven causes change.
 
 All ranks measure the causes in their order. A cause that is found is measured again after the
-others, and counts only if it is found twice: what else the machine does for a moment is no cause.
-Of repeated messages the shortest time counts, because everything else only adds to it.
+others, and counts only if it is found twice, because other work of the machine lasts a moment.
+Repeated messages count with their shortest time, because all disturbances add to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was measured of ranks -> whether each of seven causes slows them, and one sentence.
+"""Measurements of ranks -> whether each of seven causes slows them, and one sentence.
 
 A cause is judged by a pure function of its observation. The causes have a fixed order, that of the
 study of a slow placement: who is alone on a host comes first, who else computes comes last. The
@@ -305,7 +305,7 @@ class Networks:
                 cause,
                 measured,
                 f"NCCL_IB_DISABLE is set on {ranks_in_words(self.nccl_ib_disable)}, so that NCCL "
-                f"does not use {devices[0]}: unset it.",
+                f"leaves {devices[0]} unused: unset it.",
             )
         for used in self.paths:
             others = [

@@ -82,7 +82,7 @@ class CpuSeconds:
 
 
 def cpu_seconds(*, proc: Path = PROC) -> dict[int, CpuSeconds]:
-    """The seconds of each logical CPU; interrupts belong to no process and do not count."""
+    """The seconds of each logical CPU, without interrupts, which belong to no process."""
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
     seconds = {}
     for line in _text(proc / "stat").splitlines():
@@ -98,7 +98,7 @@ ThreadSeconds = Mapping[str, tuple[float, float]]
 
 
 def thread_seconds(*, proc: Path = PROC) -> dict[str, tuple[float, float]]:
-    """Empty where the kernel does not count them."""
+    """The seconds that each thread has run and has waited for a core; empty without schedstat."""
     seconds = {}
     for path in (proc / "self/task").glob("*/schedstat"):
         ran, waited, *_ = (*map(int, _text(path).split()), 0, 0)

@@ -108,7 +108,7 @@ def hosts(
 @contextmanager
 def in_network(process: int) -> Iterator[None]:
     """Lets this thread open its sockets on the emulated host that a process keeps; open sockets
-    stay where they are. Raises HostsError where the system does not permit it."""
+    stay where they are. Raises HostsError if the system forbids it."""
     with ExitStack() as stack:
         own = stack.enter_context(open("/proc/thread-self/ns/net"))
         try:

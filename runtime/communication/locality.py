@@ -163,7 +163,7 @@ def _times(
 def _open_ring(
     session: Session, split: Split, networks: Sequence[tuple[str, str, int]]
 ) -> TcpRing | None:
-    """This rank's sockets in the ring of a split; None where the split does not use the rank."""
+    """This rank's sockets in the ring of a split; None for a split without this rank."""
     if networks:
         members: tuple[int, ...] | None = tuple(range(session.ranks))
     else:

@@ -48,8 +48,7 @@ PUBLISHED = {
     "3-3": Published(4.190, 1.0),
     "5-1": Published(5.032, 1.201),
 }
-"""What the study measured of a ring all-reduce over MPI, with about 20 repeats for 4-2-2 and
-4-3-1."""
+"""The study's measurements of a ring all-reduce over MPI; about 20 repeats for 4-2-2 and 4-3-1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ class LocalityOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnoseOptions:
-    """What the ranks do in the program to diagnose, and where it writes."""
+    """The program to diagnose: how its ranks communicate, and the folder that it writes to."""
 
     output: str | None = option(
         None,

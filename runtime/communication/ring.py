@@ -128,7 +128,7 @@ def ring_all_reduce(
     checks_lengths: whether the ranks first compare the lengths of their tensors, which takes
         `ranks - 1` messages of 8 bytes. Without it, all must have the same length.
 
-    Raises TransportError if the lengths differ, or if a neighbor does not answer.
+    Raises TransportError if the lengths differ, or if a neighbor is silent.
     """
     if checks_lengths:
         check_lengths(links, tensor.numel(), endpoint)

@@ -43,7 +43,7 @@ class Prober:
         self._groups: list[dist.ProcessGroup] = []
 
     def fault(self, case: Case) -> str:
-        """Why this case does not work here; "" if it does."""
+        """The reason why this case fails here; "" if it works."""
         if case.dtype != OBJECT and not applies(case.reduce, case.dtype):
             return NOT_DEFINED
         if case.ranks < 2 and case.op in NEED_TWO:

@@ -104,7 +104,7 @@ def connect_ring(
 ) -> TcpRing:
     """Connects to the next rank, which listens, and accepts the one before; closes the listener.
 
-    Raises TransportError when a neighbor does not answer in time.
+    Raises TransportError when a neighbor is silent for too long.
     """
     target, source = (rank + 1) % ranks, (rank - 1) % ranks
     to_next = _socket(next_rank[0])
@@ -219,8 +219,8 @@ class NetworkPath:
 
 
 def echo_rates(paths: Sequence[EchoPath], word: bytes) -> list[float]:
-    """The bandwidth of each path there and back in bytes a second, when nothing slows it; 0 for one
-    that does not lead to the server. The paths are measured alternately."""
+    """The undisturbed bandwidth of each path there and back, in bytes a second; 0 for a path that
+    cannot reach the server. The paths are measured alternately."""
     with contextlib.ExitStack() as stack:
         ends = [_connected(path, word, stack) for path in paths]
         sizes = [0 if end is None else _echo_size(end) for end in ends]

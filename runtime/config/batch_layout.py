@@ -30,11 +30,11 @@ class StepBatch:
     """The samples of each micro-batch of a step, in all replicas. A run that is resumed after
     `first_step` steps begins at `first_sample`, whatever the batch was before.
 
-    Of a last step with fewer samples, the first micro-batches are as in others, the next one has
-    the rest, and those after it have none and do not run.
+    In a last step with fewer samples, the first micro-batches have their usual size, the next one
+    has the remaining samples, and those after it are empty and are left out.
 
     short, last: the micro-batches of such a step, and its number, counted from 0.
-    unit: where steps grow during a run (`--grow batch`), the samples of the first ones; else 0.
+    unit: the samples of the first steps, if steps grow during a run (`--grow batch`); otherwise 0.
 
     >>> batch = StepBatch((8, 8, 8, 6), replicas=2)
     >>> batch.samples, batch.is_even, batch.place(5)

@@ -46,7 +46,7 @@ def resolve_freezing(
     every = settings.freeze_every or EPOCH
     if every == EPOCH and data == GIVEN:
         raise SettingsError(
-            "freeze is given, but a pipeline does not know the epochs of the loop around it.",
+            "freeze needs freeze_every as a number of steps: only your loop knows its epochs.",
             "Give the steps between two events: freeze_every=100.",
         )
     return {"freeze": freeze, "freeze_every": every}

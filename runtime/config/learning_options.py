@@ -81,16 +81,16 @@ class LearningOptions:
     check_replicas: int = _schedules(
         0,
         STEPS,
-        "Steps between checks that all replicas have equal weights, and all tensor ranks those "
-        "that each of them has whole; 0 checks only at the start.",
+        "Steps between checks that replicas have equal weights, and that tensor ranks agree on the "
+        "weights that each of them holds whole; 0 checks only at the start.",
         on_resume="ignored",
     )
     zero: int | None = _schedules(
         None,
         Whole(0, 2, 1),
-        "What the replicas of a stage share out instead of each having all of it: 0 nothing, 1 "
-        "the optimizer's state, 2 gradients too, which are then summed after every micro-batch. "
-        "[default: that of the plan where there are replicas]",
+        "Level of ZeRO, the memory that the replicas of a stage share out: 0 none, 1 the optimizer "
+        "state, 2 also the gradients, which are then summed after every micro-batch. "
+        "[default: that of the plan if there are replicas]",
         on_resume="ignored",
     )
     staleness: str | None = _asynchronous(

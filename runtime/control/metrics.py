@@ -5,9 +5,9 @@ None in place of tensors of other ranks, and its target: the labels that the mod
 the target of the criterion; None if there is neither on this rank. It returns a number, a tensor of
 one number, or a dict of these by name: means over the samples of the micro-batch.
 
-For a metric that is no mean over samples, such as F1 or perplexity, `f` is a class or an object
-with a method `finish`: what its call returns is summed over all micro-batches, and `finish(sums)`,
-of a dict by name, returns the metrics.
+For a metric that is not a mean over samples, such as F1 or perplexity, `f` is a class or an object
+with a method `finish`. The values that its call returns are summed over all micro-batches, and
+`finish(sums)` computes the metrics from these sums (a dict by name).
 """
 
 from __future__ import annotations

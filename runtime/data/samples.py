@@ -82,7 +82,7 @@ class Naming:
             tensor = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(
-                f"{name} of a sample of {self.source} is of the type {type(value).__name__}, which "
+                f"{name} of a sample of {self.source} has the type {type(value).__name__}, which "
                 "is not a tensor, an array or numbers.",
                 "Convert it in the dataset, for example by torchvision's ToTensor or a tokenizer.",
             ) from error

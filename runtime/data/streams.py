@@ -25,7 +25,7 @@ from ..user_code import user_errors_as
 from .samples import Naming, batch_of
 
 UNKNOWN_LENGTH = 2**48
-"""The length of a stream that does not say it: its first epoch does not end."""
+"""The length of a stream without `__len__`: its first epoch never ends."""
 
 Rows = dict[str, Tensor]
 """Fields with the samples in dimension 0."""
@@ -218,8 +218,8 @@ class StreamReader:
 
 
 def _holder(source: Any) -> Any:
-    """The object whose `state_dict` says where a stream is: a loader with worker processes does not
-    know where these are."""
+    """The object whose `state_dict` has the position of a stream. (A loader with worker processes
+    cannot know their positions.)"""
     if hasattr(source, "state_dict") and hasattr(source, "load_state_dict"):
         return source
     if isinstance(source, DataLoader) and source.num_workers == 0:

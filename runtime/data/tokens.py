@@ -59,8 +59,8 @@ def read_corpus(source: str) -> list[str]:
 
 
 def text_files(path: Path) -> list[Path]:
-    """The text files under a path, in the order of their names; a file is taken as it is. Raises
-    DataError for a path that does not exist."""
+    """The text files of a folder, in the order of their names, or the file itself. Raises DataError
+    if nothing exists at the path."""
     if path.is_dir():
         files = (file for file in path.rglob("*") if file.suffix in SUFFIXES)
         return sorted(file for file in files if file.is_file())

@@ -26,7 +26,7 @@ CLOSED = "has closed its pipeline"
 
 
 class CallError(AsyncPipeError):
-    """A call that the other ranks do not make, or that comes after the end of a pipeline."""
+    """Ranks make different calls, or a call follows the end of a pipeline."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def choose_interface(
     requested: the user's choice.
     peer: the addresses of a rank on another host, if no address of rank 0 was given.
 
-    Raises SettingsError when the interface does not exist, or when several are possible.
+    Raises SettingsError if this host lacks the interface, or if several are possible.
     """
     if requested is not None:
         check_interface(requested)

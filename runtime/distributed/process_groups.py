@@ -222,7 +222,7 @@ def connect(
     exists = dist.is_initialized()
     if not (info.head or info.file or over_mpi or exists):
         raise SettingsError(
-            f"the address of rank 0 is unknown: {info.launcher} does not provide it, and the "
+            f"the address of rank 0 is unknown: it is not provided by {info.launcher}, and the "
             f"{info.ranks} ranks are on several hosts.",
             "Give --master-addr HOST, the name or address of the first host.",
         )

@@ -73,7 +73,7 @@ def open_store(info: RankInfo, seconds: float) -> Store:
 def _await_head(info: RankInfo, seconds: float) -> None:
     """Waits until rank 0's address answers: torch's store would print traces of its attempts.
 
-    Raises TransportError when it does not in time.
+    Raises TransportError if there is no answer in time.
     """
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
@@ -315,7 +315,7 @@ class Loopback(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Does nothing: there are no other agents."""
+        """Does nothing, because this agent is the only one."""
 
     def num_nodes_waiting(self) -> int:
         return 0

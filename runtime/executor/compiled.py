@@ -21,8 +21,9 @@ def compile_stage(module: nn.Module) -> None:
 
 
 def compile_again() -> None:
-    """Lets stages be compiled anew when next they run. torch keeps eight versions of a forward, and
-    runs the next one as it is written: the versions with fewer frozen parameters do not return."""
+    """Drops all compiled forwards, so that stages are compiled again at their next run. torch keeps
+    eight versions of a forward and runs any further one uncompiled, and the versions with fewer
+    frozen parameters are never used again."""
     torch.compiler.reset()
 
 
@@ -39,7 +40,7 @@ def check_compiler(device: str, schedule: Schedule) -> None:
 
 
 def _lack(device: str) -> str:
-    """What torch.compile needs and does not find; "" if nothing is missing."""
+    """The program that torch.compile needs and this machine lacks; "" if it has all."""
     if device == "cuda":
         from torch.utils._triton import has_triton
 

@@ -192,8 +192,8 @@ def fill_stage(
 def _parts_of(
     own: Mapping[str, Tensor], ranks: TensorRanks, prefix: str = ""
 ) -> dict[str, Callable[[Any], Tensor]]:
-    """What a tensor rank reads of the tensors that are split: its part, or a tensor without values
-    in the shape of one that is not of this model."""
+    """Functions by name that read a tensor rank's part of a split tensor from a file. For a tensor
+    of another shape, which belongs to another model, they return a tensor on meta."""
 
     def reader(split: Split, shape: tuple[int, ...]) -> Callable[[Any], Tensor]:
         def read(stored: Any) -> Tensor:

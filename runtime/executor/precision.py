@@ -1,8 +1,8 @@
 """The precision of forwards (torch.autocast), and the dtypes of boundary tensors.
 
 Weights, gradients and the optimizer keep their dtype; under autocast torch computes matrix products
-and the like in half the bytes. Forwards run in a region of autocast, backwards do not, and the
-results equal those of one region around the whole model.
+and similar operations in half the bytes. Only forwards run in a region of autocast. The results
+equal those of one region around the whole model.
 
 A plan describes the model as it was captured. Under autocast a stage may make in bfloat16 a tensor
 that is float32 in the plan, and its receiver must continue with that, as the unsplit model does.

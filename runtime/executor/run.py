@@ -227,8 +227,8 @@ def without_steps(program: Program) -> Program:
 
 
 def without(program: Program, micro_batches: Collection[int]) -> Program:
-    """The actions of other micro-batches. As these do not depend on the ones that are left out,
-    their order stays a legal one."""
+    """The program without the actions of some micro-batches. The order stays legal, because other
+    micro-batches never depend on these."""
     return tuple(
         action for action in program if action.kind == "S" or action.index not in micro_batches
     )
@@ -358,8 +358,8 @@ class RunOptions(TypedDict, total=False):
     sizes: Sizes | Sequence[Sizes] | None
     """The sizes of the micro-batches, for all or for each one of the schedule (default: the
     plan's). The loss of a micro-batch with fewer samples counts less, so that the gradient is that
-    of the mean over all samples of a step. A micro-batch without samples does not run, on any
-    rank."""
+    of the mean over all samples of a step. All ranks leave out a micro-batch without
+    samples."""
     step_samples: int | None
     """The samples of a step, if other ranks run micro-batches of the same step."""
     record: bool
@@ -373,8 +373,8 @@ class RunOptions(TypedDict, total=False):
     """Without, an evaluation reads no target and computes no loss outside the model (default
     True)."""
     may: May | None
-    """Whether a step, counted from 1 in the schedule, runs; after one that does not, no later one
-    runs, on any rank."""
+    """Whether a step, counted from 1 in the schedule, runs. After the first step for which it is
+    False, no rank runs any later step."""
 
 
 def numbering(schedule: Schedule, options: RunOptions) -> Numbering:
@@ -403,8 +403,8 @@ class PipelineRun:
     immediate_backward: frozenset[tuple[int, int]]
     """The micro-batches that are not recomputed."""
     empty: frozenset[int]
-    """The micro-batches without samples, which do not run; stages still complete their gradients in
-    the order of the whole schedule, which is that of their replicas."""
+    """The micro-batches without samples, which are left out; stages still complete their gradients
+    in the order of the whole schedule, which is that of their replicas."""
     numbers: Numbering
     loss_scale: float
     losses: bool

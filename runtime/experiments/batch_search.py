@@ -65,7 +65,11 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """The largest size that fits, 0 if none does, and the smallest that was tried and does not."""
+    """The results of a search.
+
+    fits: the largest size that fits; 0 if none fits.
+    too_large: the smallest size that was too large; None if none was.
+    """
 
     fits: int
     too_large: int | None

@@ -170,7 +170,7 @@ def run_sweep(
     """Runs the unfinished runs, `at_once` at a time, and returns the sweep with their results.
 
     Each process is `command` followed by the options of its run; `on_run` is called with each
-    finished run. A run that fails does not end the others. Raises SettingsError when another
+    finished run. If a run fails, the others continue. Raises SettingsError when another
     process works in the same folder or concurrent runs do not have a GPU each, TrustError for an
     untrusted generated folder; KeyboardInterrupt after Ctrl-C and SystemExit after SIGTERM, when
     all runs have ended.

@@ -1,7 +1,7 @@
 """One run of a comparison: its method, its losses and its simulated time.
 
 Losses: the `StageTrainer` of asyncpipe-train trains all stages in this process in the order of the
-schedule, so the weights are bitwise the same. Evaluations do not drain the pipeline: each stage
+schedule, so the weights are bitwise the same. Evaluations leave the pipeline full: each stage
 copies its weights after the step to evaluate, and the copies of all stages are evaluated together.
 
 Time: the end of each optimizer step with one rank for each stage, by the plan's costs without the

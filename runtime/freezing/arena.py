@@ -45,7 +45,7 @@ _LEFT = -1
 class Entry(NamedTuple):
     """Where the value of a key lies.
 
-    site: what the value is; a greater number is that of more blocks
+    site: the kind of the value; a greater number stands for more blocks
     place: the offset of its first byte
     """
 
@@ -149,7 +149,7 @@ class Arena:
         return self._bytes[place : place + size]
 
     def prefetch(self, places: Sequence[int], size: int) -> None:
-        """Lets the kernel read values from the disk, all at once; does not wait for them."""
+        """Asks the kernel to read values from the disk, all at once, and returns immediately."""
         for pages in _pages_of(places, size):
             for start in range(pages.start, pages.stop, _ASKED):
                 length = min(_ASKED, pages.stop - start)

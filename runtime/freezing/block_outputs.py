@@ -42,7 +42,7 @@ class Place:
 
 
 def check_observable(plan: Plan, blocks: Blocks, own: range, builds: Builds) -> None:
-    """Raises FreezeError if one of these blocks is no module of a stage."""
+    """Raises FreezeError if one of these blocks is not a module of its stage."""
     with running_on_fake_tensors(plan):
         for spec, build in zip(plan.stages, builds, strict=True):
             module, here = build(), set(spec.parameters)

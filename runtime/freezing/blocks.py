@@ -2,10 +2,10 @@
 
 The blocks are the entries of a numbered list of the model, such as `transformer.h.0` to `.11`: the
 list with the most parameters, and lists of the same name elsewhere (`encoder.block` and
-`decoder.block`, or `layer1` to `layer4`), in the order of the model. What the model has before a
-block and after the one before it, such as embeddings, freezes with that block; what follows the
-last block, the head, always trains. All of this follows from names, so it is the same for every
-cut.
+`decoder.block`, or `layer1` to `layer4`), in the order of the model. Parameters between two blocks,
+or before the first one, such as embeddings, freeze with the block that follows them. The head,
+everything after the last block, always trains. All of this follows from names, so it is the same
+for every cut.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Blocks:
         return len(self.paths) if self.head else len(self.paths) - 1
 
     def first_names(self, depth: int) -> frozenset[str]:
-        """The parameters that do not train when `depth` blocks are frozen, by their first names."""
+        """The frozen parameters when `depth` blocks are frozen, by their first names."""
         groups = (*self.parameters[:depth], *self.before[:depth])
         return frozenset(name for group in groups for name in group)
 

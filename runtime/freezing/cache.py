@@ -21,14 +21,14 @@ from .use import Shared
 
 @dataclass
 class Cache(Shared):
-    """What a rank's frozen blocks have computed.
+    """The caches of a rank's stages with frozen blocks.
 
     totals: the figures of all ranks' caches so far, on rank 0 of a run; as in CACHE_FIGURES
-    told: the sentences that were told
+    reported: the sentences of `news` that were reported
     """
 
     totals: Counter[str] = field(default_factory=Counter)
-    told: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
     _caches: dict[int, StageCache] = field(default_factory=dict)
     _why_not: dict[int, str] = field(default_factory=dict)
 
@@ -52,19 +52,19 @@ class Cache(Shared):
             self._caches[number] = stage.around = cache
 
     def forget(self) -> None:
-        """Other weights were loaded: nothing that was kept before holds."""
+        """Other weights were loaded, so all entries are invalid."""
         self.loads += 1
 
     def describe(self) -> str:
-        """What the caches of all ranks were good for."""
+        """The size and the hits of the caches of all ranks, in words."""
         asked, hits, taken_bytes = (self.totals[name] for name in CACHE_FIGURES)
         return (
             f"{write_bytes(taken_bytes)}, {write_share(hits / max(1, asked))} of micro-batches hit"
         )
 
     def news(self) -> list[str]:
-        """A sentence that was not told yet for each stage that computes frozen blocks again: of all
-        samples, or of those for which the file has no room."""
+        """A sentence for each stage that computes frozen blocks again, for all samples or for those
+        without room in the file; only sentences that were not reported yet."""
         found = self._why_not | {n: each.why_not for n, each in self._caches.items()}
         sentences = [
             f"stage {number} computes its frozen blocks each time: {why}"
@@ -73,7 +73,7 @@ class Cache(Shared):
         ]
         if self.arena.is_full:
             sentences += [self._full(number) for number in self._caches if not found[number]]
-        return [sentence for sentence in sentences if sentence not in self.told]
+        return [sentence for sentence in sentences if sentence not in self.reported]
 
     def _full(self, stage: int) -> str:
         each = self._caches[stage].sample_bytes

@@ -182,7 +182,7 @@ def read_elastic(folder: Path) -> Elastic:
         and all(_NAME.fullmatch(name) for name in names[1:])
     )
     if not is_whole:
-        raise origin.refused(" has phases that do not follow each other.")
+        raise origin.refused(" has phases that cannot follow each other.")
     return elastic
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 INPUT = -1
-"""The block number of what is no block's in a leaf, such as a stage's input."""
+"""The block number of a leaf that belongs to no block, such as a stage's input."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -25,7 +25,7 @@ CALM = 2
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of each block that may freeze.
+    """The measurements of each block that may freeze.
 
     similarities: those of the last event.
     distances: the distances between the last two events; empty before the second one, and 0 for

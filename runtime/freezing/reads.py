@@ -47,12 +47,12 @@ class Rows:
 
 
 class StageReads:
-    """What the rest of one stage reads of its frozen blocks.
+    """The leaves of its frozen blocks that the rest of a stage reads.
 
     paths: the frozen blocks that the stage calls, by number, in order
     rows: where each leaf has its samples; None for one that is the same for all samples
-    outputs: the leaves that a stage returns that is frozen as a whole; () for another one
-    whole: the block number in a leaf of those that no block has returned
+    outputs: the leaves that the stage returns if it is frozen as a whole; otherwise ()
+    whole: the block number of leaves that no block has returned
     constants: the leaves that are the same for all inputs
 
     Arguments:
@@ -197,7 +197,7 @@ class StageReads:
                 raise
             except Exception as error:
                 raise NotCachedError(
-                    f"it does not run on fake tensors: {type(error).__name__}: {error}"
+                    f"it cannot run on fake tensors: {type(error).__name__}: {error}"
                 ) from error
 
 
@@ -335,5 +335,5 @@ def _rows_of(shape: Sequence[int], twice: Sequence[int], samples: int) -> Rows |
         return None
     dim = other[0]
     if len(other) > 1 or twice[dim] != 2 * shape[dim] or shape[dim] % samples:
-        raise NotCachedError("what a block returns has no dimension of samples")
+        raise NotCachedError("a result of a block has no dimension of samples")
     return Rows(dim, shape[dim] // samples)

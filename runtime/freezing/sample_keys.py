@@ -14,8 +14,8 @@ from .arena import KEY_BYTES
 from .sites import bytes_by_sample
 
 OF_SAMPLE, OF_PLACE, OF_BATCH = "sample", "place", "batch"
-"""What the last bits of a sample's values depend on: on itself alone, also on its place in the
-micro-batch, or also on the other samples."""
+"""Which facts decide the last bits of a sample's values: the sample alone, also its place in the
+micro-batch, or also the other samples."""
 
 
 Inputs = Sequence[tuple[Tensor, int | None]]
@@ -64,9 +64,9 @@ def _version(tensor: Tensor) -> int:
 
 
 def sample_keys(facts: object, inputs: Inputs, samples: int, scope: str) -> list[bytes]:
-    """A key for each sample, which has all that its values depend on.
+    """A key for each sample, made of everything on which its values depend.
 
-    facts: what does not differ between micro-batches
+    facts: the facts that all micro-batches have in common
     """
     start = hashlib.blake2b(repr(facts).encode(), digest_size=KEY_BYTES)
     of_samples = []

@@ -1,4 +1,4 @@
-"""What is kept of a sample: the layout of its tensors, and their bytes in the arena."""
+"""The cached tensors of a sample: their layout, and their bytes in the arena."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def bytes_by_sample(tensor: Tensor, dim: int, samples: int) -> Bytes:
 
 @dataclass(frozen=True)
 class Site:
-    """What is kept to leave out the frozen blocks up to one of them.
+    """The cached tensors with which the frozen blocks up to one of them are left out.
 
     number: its number in the arena, greater for more blocks
     last: the last of these blocks
-    forms: the kept tensors
+    forms: these tensors
     """
 
     number: int

@@ -1,14 +1,14 @@
 """A stage with frozen blocks -> the same stage, which computes them once for each sample.
 
-A sample is known by the content of its rows in the stage's inputs: by nothing that data, order,
-replicas or ranks would have to agree on. What the rest of the stage reads of the frozen blocks
-(`reads.py`) is kept in the arena. If all samples of a micro-batch are there, the blocks do not run:
-each returns what was kept, and for what nobody reads a tensor without meaning. Where the samples
-were kept when fewer blocks were frozen, only the blocks after these run.
+The key of a sample is the content of its rows in the stage's inputs, so data, order, replicas and
+ranks have nothing to agree on. The arena keeps the tensors of the frozen blocks that the rest of
+the stage reads (`reads.py`). If it has all samples of a micro-batch, the blocks are left out: each
+one returns the cached tensors, and NaN for tensors that nothing reads. If the samples were cached
+when fewer blocks were frozen, only the blocks after these run.
 
 The first micro-batch at a depth is computed, and its blocks once more with its samples at other
-places: if a kernel's last bits depend on the place of a sample or on the other samples, these are
-part of its key. So results are equal to the last bit with and without a cache.
+places: if a kernel's last bits depend on the place of a sample or on the other samples, these
+become part of its key. So results are equal to the last bit with and without a cache.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class StageCache:
         return self._versions == [each._version for each in self._frozen]
 
     def _found(self, keys: Sequence[bytes]) -> tuple[list[Entry | None], Site | None, list[int]]:
-        """What the arena has of these samples: the entry of each, their common site and places."""
+        """The entries of these samples in the arena, their common site and their places."""
         entries = [self._arena.find(key) for key in keys]
         return entries, self._common(entries), [each.place for each in entries if each is not None]
 
@@ -309,7 +309,7 @@ class StageCache:
         return found
 
     def _site_of(self, last: int) -> Site:
-        """What is kept to leave out the blocks up to one of them. Raises NotCachedError."""
+        """The cached tensors that replace the blocks up to one of them. Raises NotCachedError."""
         leaves, paths = self._reads.kept(last), self._reads.paths
         if missing := [leaf for leaf in leaves if leaf not in self._forms]:
             raise NotCachedError(f"{paths.get(missing[0].block, 'the stage')} runs only at times")
@@ -342,7 +342,7 @@ class StageCache:
         return self._sites[number]
 
     def _identity(self, arguments: tuple[Tensor, ...]) -> tuple[object, Inputs]:
-        """What the keys of samples have in common, and the tensors that tell samples apart."""
+        """The facts that all keys have in common, and the tensors that distinguish samples."""
         names = [self._inputs[place].name for place in self._read]
         facts = (
             self._loads,

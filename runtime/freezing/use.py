@@ -1,4 +1,4 @@
-"""The times and hits of a stage's cache -> whether the stage goes on to use it."""
+"""The times and hits of a stage's cache -> whether the stage continues to use it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PASSES = 2
 
 @dataclass
 class Shared:
-    """What the caches of a rank's stages have in common.
+    """The facts that the caches of a rank's stages share.
 
     arena: the file that the ranks of the host share
     activities: the record of the rank's activities
-    is_auto: a stage gives up where loading takes longer than computing, or no sample comes again
+    is_auto: a stage gives up if loading takes longer than computing, or if no sample repeats
     samples: the samples of the data, if known
     loads: how often other weights were loaded
     """
@@ -35,9 +35,9 @@ class Shared:
 
 
 class Use:
-    """Whether a stage uses its cache.
+    """Decides whether a stage uses its cache.
 
-    why_not: why it computes everything; "" while it does not
+    why_not: why the stage computes everything; "" as long as it uses the cache
     """
 
     def __init__(self, shared: Shared, samples: int) -> None:
@@ -58,8 +58,8 @@ class Use:
         self.time(load_s)
 
     def miss(self, *, is_new: bool) -> None:
-        """A micro-batch is computed, of samples that are new to the cache or not; gives up if none
-        ever comes again."""
+        """A micro-batch is computed; `is_new` if its samples are new to the cache. Gives up if no
+        sample ever repeats."""
         if not is_new:
             self._missed = -math.inf
         self._missed += self._samples
@@ -70,7 +70,7 @@ class Use:
             self.why_not = "no sample has come again with the same values"
 
     def time(self, load_s: float, compute_s: float | None = None) -> None:
-        """Takes note of times; gives up if loading takes longer than computing."""
+        """Records times; gives up if loading takes longer than computing."""
         if not self.is_timed:
             return
         self._load_s.append(load_s)

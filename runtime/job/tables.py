@@ -263,7 +263,7 @@ def is_secret(text: str) -> bool:
 
 
 def secret_in(variable: str) -> str:
-    """The name of a variable whose given value looks like a credential; "" if it does not.
+    """The name of a variable whose given value looks like a credential; "" for other values.
 
     >>> secret_in("AWS_SECRET_ACCESS_KEY=x"), secret_in("AWS_SECRET_ACCESS_KEY"), secret_in("N=1")
     ('AWS_SECRET_ACCESS_KEY', '', '')

@@ -70,12 +70,12 @@ def check_reachable(job: JobDescription) -> None:
 
 
 def check_container_code(job: JobDescription, *, trust: bool) -> None:
-    """Raises TrustError if the job names code: a new machine knows nothing of what is trusted
-    here."""
+    """Raises TrustError if the job names code, because a new machine has no record of trusted
+    code."""
     named = [spec for _, spec in code_named_by(job)]
     if named and not trust:
         raise TrustError(
-            f"{job.file} would run code that its new machine does not know: {', '.join(named)}.",
+            f"{job.file} would run code that its new machine cannot recognize: {', '.join(named)}.",
             "Read it, and give --trust.",
         )
 

@@ -202,12 +202,12 @@ def _mpi() -> str:
         return f"mpi4py is installed, but MPI did not start in {_PATIENCE_S:g} s"
     if answer.returncode:
         lines_of_error = answer.stderr.strip().splitlines() or ["it ended without a message"]
-        return f"mpi4py is installed, but MPI does not start: {lines_of_error[-1].strip()}"
+        return f"mpi4py is installed, but MPI cannot start: {lines_of_error[-1].strip()}"
     library, level, is_aware = json.loads(answer.stdout.splitlines()[-1])
     lines = " ".join(library.split())
     enough = "" if level == "MULTIPLE" else ", which is too low: two threads call it"
-    memory = "takes memory of GPUs" if is_aware else "does not take memory of GPUs"
-    return f"{_shortened(lines)}, thread level {level}{enough}, {memory}"
+    aware = "CUDA-aware" if is_aware else "not CUDA-aware"
+    return f"{_shortened(lines)}, thread level {level}{enough}, {aware}"
 
 
 def _shortened(library: str) -> str:

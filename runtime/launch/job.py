@@ -84,8 +84,8 @@ def check_unstarted(job: Job) -> Job:
         return job if config.epochs is None else _with_steps(job, length)
     if config.epochs is not None:
         raise SettingsError(
-            f"--dry-run does not open {config.data}, so the steps of --epochs {config.epochs:g} "
-            "are not known.",
+            f"--dry-run leaves {config.data} unread, so the steps of --epochs {config.epochs:g} "
+            "are unknown.",
             "Give --steps or --samples.",
         )
     return job
@@ -237,7 +237,7 @@ def reopen_folder(job: Job) -> Job:
 
 
 def _alone(job: Job) -> Job:
-    """The job with its folder locked; the next free folder if the user has not chosen one."""
+    """The job with its folder locked: the user's folder, or the next free one."""
     while True:
         try:
             job.lock.take(job.folder)

@@ -68,7 +68,7 @@ class RankAgent(LocalElasticAgent):
     logs: the folder of their output, except rank 0's standard output.
     restarts: how often the ranks may be restarted.
     on_failure: called with the exit codes of the failed ranks, once all have ended.
-    unfinished: returns which of the ranks with exit code 0 have not completed their work.
+    unfinished: returns the ranks with exit code 0 that left their work unfinished.
     """
 
     def __init__(

@@ -129,7 +129,7 @@ FIRST_PORT = 5678
 
 
 def check_debugger(options: ExecutionOptions, ranks: int) -> None:
-    """Raises SettingsError when debugpy is missing, or for a rank that does not exist."""
+    """Raises SettingsError if debugpy or one of the given ranks is missing."""
     if options.debug is None:
         return
     if importlib.util.find_spec("debugpy") is None:

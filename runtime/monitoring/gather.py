@@ -215,7 +215,7 @@ class Gather:
     def take(self, *, wait_s: float = 0.0) -> list[RankFigures] | None:
         """The metrics of the next step, one entry per rank, or None if some are still missing.
 
-        With `wait_s`, raises TransportError if they do not arrive in that time.
+        With `wait_s`, waits for them and raises TransportError after that time.
         """
         try:
             return self._complete.get(timeout=wait_s) if wait_s else self._complete.get_nowait()

@@ -103,7 +103,7 @@ class StepRecord:
     base_bytes_by_rank: the part of it from before its stages were loaded.
     action_ms: milliseconds of one action of a kind (F, B, W, and S for the optimizer step) at each
         stage.
-    frozen: the number of blocks that do not train, and of all; None without --freeze.
+    frozen: the number of frozen blocks, and of all blocks; None without --freeze.
     block_norms: the norms of each block's gradients between the last two events of freezing, if its
         rule reads them.
     block_distances: the distances between each block's outputs at the last two events of freezing,

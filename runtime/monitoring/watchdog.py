@@ -5,12 +5,12 @@ A thread of each rank writes the rank's current activity to a small file of the 
 rank has completed nothing for `stall_s`, its thread reads the other files. If no rank has made
 progress, each rank writes its stacks, and rank 0 reports which rank waits for which. After
 `timeout_s` the first rank that can writes this as the run's error and exits: the main thread may be
-in C code that nothing interrupts. This limit does not apply while a rank does something other than
-its actions, such as loading its stages; the ranks that wait for it have timeouts of their own.
+in C code that nothing interrupts. There is no such limit for other work of a rank, such as loading
+its stages; the ranks that wait for it have timeouts of their own.
 
 A process that is stopped, or that never releases the interpreter, writes nothing. Its state then
 comes from the operating system, and a signal that faulthandler handles makes it write its stack.
-(faulthandler's own timer does not work here: it reads the stacks of running threads.)
+(faulthandler's own timer is no alternative, because it reads the stacks of running threads.)
 """
 
 from __future__ import annotations

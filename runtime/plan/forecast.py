@@ -238,8 +238,8 @@ class OneStep:
 
 def forecast_one_step(plan: Plan, schedule: str, micro_batches: int) -> OneStep:
     """A step of a synchronous schedule, or one in the middle of a long asynchronous run or of a row
-    of computed steps. If the schedule does not support the plan's replicas of a stage, they count
-    as one rank that is as fast as all of them."""
+    of computed steps. If the schedule has no replicas of single stages, those of the plan count as
+    one rank that is as fast as all of them."""
     # Every stage has to make a step before the first one makes its last forward.
     steps = 3 + -(-2 * len(plan.stages) // micro_batches)
     if not has_stage_replicas(plan, schedule, micro_batches):

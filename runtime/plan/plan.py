@@ -167,7 +167,7 @@ class StageSpec:
     changes, changes_trained: the parameters that forward writes to, and those with a gradient
     summing_ms: the time in which its replicas sum their gradients, once per step
     tensor_sums_ms: the part of `forward_ms` and `backward_ms` in which tensor ranks sum
-    unshared: its memory if its replicas shared out nothing; None where they do not (`zero`)
+    unshared: its memory without `zero`, if its replicas share memory out; otherwise None
     """
 
     index: int

@@ -89,7 +89,7 @@ def _broken(value: Any, place: str) -> Iterator[str]:
     """Names with line breaks or hidden characters: names appear in tables, comments and scripts."""
     if isinstance(value, str):
         if "\n" in value or "\t" in value or hiding_in(value):
-            yield f"{place} has a line break or a character that does not show in {value[:40]!r}"
+            yield f"{place} has a line break or an invisible character in {value[:40]!r}"
     elif is_dataclass(value):
         for field in fields(value):
             yield from _broken(getattr(value, field.name), f"{place}.{field.name}")

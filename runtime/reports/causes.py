@@ -31,9 +31,9 @@ class Check:
     """One cause and whether it was found.
 
     cause: its name.
-    measured: what was measured, in words.
-    verdict: ok, fault, or not used: the ranks do not have what it is about.
-    sentence: the cause and its cure, of a fault.
+    measured: the measurement, in words.
+    verdict: ok, fault, or not used if the cause cannot apply to the ranks.
+    sentence: the cause and its cure, for a fault.
     """
 
     cause: str
@@ -70,7 +70,7 @@ class LinkWait:
 
 
 def longest_wait(trace: Path) -> LinkWait | None:
-    """The link with the longest waits in a trace of a run; None if there is no trace, or no wait.
+    """The link with the longest waits in a trace of a run; None without a trace or a wait.
 
     Raises DataError for a file that is not a trace.
     """
@@ -103,8 +103,7 @@ PARTS = {
     "data": ("data",),
     "overhead": ("overhead",),
 }
-"""Cause -> the parts of the idle time that it has; a run that has not ended has `waiting` for all
-waits."""
+"""Cause -> its parts of the idle time. An unfinished run counts all waits as `waiting`."""
 
 
 def checks_of_run(run: RunRecords, wait: LinkWait | None = None) -> list[Check]:

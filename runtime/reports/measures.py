@@ -371,7 +371,7 @@ def last(run: RunRecords, name: str) -> float:
 
 
 def unplanned_freezing(run: RunRecords) -> str:
-    """A sentence about blocks that were frozen, of which the plan does not know; "" if none was."""
+    """A sentence about blocks that froze, which the plan leaves out; "" if none froze."""
     if not last(run, "frozen_blocks") > 0:
         return ""
     return (

@@ -52,7 +52,7 @@ _LETTER = 12  # the height of a letter with its margin
 class Layer:
     """One use of a rank's memory: the area between the layers below and above it.
 
-    letter, letter_y: its letter and the base line of it; "" if there is no room
+    letter, letter_y: its letter and the base line of the letter; "" if the area is too small
     """
 
     kind: str

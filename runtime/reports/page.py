@@ -272,8 +272,8 @@ def _memory_note(run: RunRecords) -> str:
         return ""
     return (
         "The prediction counts tensors. Each process also allocates transport buffers, threads and "
-        "the allocator's reserve: tens of MiB that do not grow with the model. For stages as small "
-        "as these they are most of the memory."
+        "the allocator's reserve: tens of MiB for a model of any size. For stages as small as "
+        "these they are most of the memory."
     )
 
 

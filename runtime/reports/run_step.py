@@ -134,7 +134,7 @@ class StepFigures:
     """The drawings of one step, on one time axis each.
 
     heading: their heading.
-    note: how to get more, or what the drawings do not show; "" if there is all.
+    note: how to get missing drawings, or the limits of these; "" if they are complete.
     steps: the drawings.
     memory, memory_note: the memory of the ranks in the first of them, and a sentence about it.
     """

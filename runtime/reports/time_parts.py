@@ -52,7 +52,7 @@ def parts_of(run: RunRecords) -> dict[str, float]:
 
 def _parts_over_phases(run: RunRecords) -> dict[str, float]:
     """`parts_of` a run whose stages change: the mean over its recorded steps but the first, each by
-    the time that it stands for. What a rank waits for another one's data is waiting here."""
+    the time that it stands for. Waits for the data of another rank count as waiting here."""
     sums: Counter[str] = Counter()
     for record, time_ms in times_of_records(run):
         sums.update({name: share * time_ms for name, share in _parts_of_step(record).items()})

@@ -269,15 +269,16 @@ def with_cache(setup: Setup) -> Setup:
 
 
 def news_of_caches(setup: Setup) -> list[str]:
-    """What the caches of all ranks have to tell, each once. Collective."""
+    """The news of the caches of all ranks, each sentence once. Collective."""
     if (cache := setup.cache) is None:
         return []
     own = "\n".join(cache.news()).encode()[:_NEWS_BYTES].ljust(_NEWS_BYTES)
     with setup.activities.during(Activity("meet", "the news of caches")):
         texts = setup.world.gathered(own)
     lines = (text.decode(errors="ignore").strip().splitlines() for text in texts)
-    news = [line for line in dict.fromkeys(chain.from_iterable(lines)) if line not in cache.told]
-    cache.told.update(news)
+    new = (line for line in chain.from_iterable(lines) if line not in cache.reported)
+    news = list(dict.fromkeys(new))
+    cache.reported.update(news)
     return news
 
 

@@ -303,11 +303,11 @@ class TrainedStages:
         self.tensor_ranks.close()
 
     def _warn_of_cache(self) -> None:
-        """Warns a loop of the user's own of what the cache of this rank cannot keep."""
+        """Warns a loop of the user's own that a stage of this rank computes frozen blocks again."""
         if self.cache is None:
             return
         for text in self.cache.news():
-            self.cache.told.add(text)
+            self.cache.reported.add(text)
             warnings.warn(f"cache: {text}", stacklevel=2)
 
 

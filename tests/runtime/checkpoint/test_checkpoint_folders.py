@@ -88,7 +88,7 @@ def test_a_manifest_names_no_file_outside_its_folder(tmp_path: Path) -> None:
     raw = json.loads((checkpoint / "manifest.json").read_text())
     raw["files"]["../step-000003/x"] = [1, "0"]
     (checkpoint / "manifest.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match="does not list a checkpoint's files"):
+    with pytest.raises(CheckpointError, match="is not the manifest of a checkpoint"):
         files_of(checkpoint)
 
 

@@ -182,7 +182,7 @@ def test_what_passes_is_waited_for_and_what_does_not_is_told(cut: Location, tmp_
         ("a", b"13", "a does not match its SHA-256"),
         ("a", b"1", "a has 1 bytes instead of 2"),
         (MANIFEST, b"[", "manifest.json is damaged"),
-        (MANIFEST, b'{"files": {"../x": [1, ""]}}', "manifest.json does not list a checkpoint"),
+        (MANIFEST, b'{"files": {"../x": [1, ""]}}', "manifest.json is not the manifest"),
     ],
 )
 def test_a_checkpoint_that_is_not_as_it_was_put_is_refused(

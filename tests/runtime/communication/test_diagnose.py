@@ -89,7 +89,7 @@ RDMA = replace(NETWORK, paths=PATHS[:1], rdma=((), ("mlx5_0",)))
         (RDMA, "The ranks communicate over TCP although mlx5_0 can do remote direct memory access"),
         (
             replace(RDMA, transport="nccl", nccl_ib_disable=(1,)),
-            "NCCL_IB_DISABLE is set on rank 1, so that NCCL does not use mlx5_0: unset it.",
+            "NCCL_IB_DISABLE is set on rank 1, so that NCCL leaves mlx5_0 unused: unset it.",
         ),
         (Files(replace(DISK, write_ms=400.0)), "A write of 64.0 KiB to /runs takes 400.0 ms until"),
         (

@@ -177,7 +177,7 @@ class Frame(list):  # type: ignore[type-arg]
         ((X, X, Y, Y[:5]), r"the columns differ in length"),
         (3, "gives a int, not a sequence"),
         (Frame("xy"), "gives a Frame, not a sequence of samples"),
-        ([{"x": object(), "target": 0}] * 3, "x of a sample .* is of the type object"),
+        ([{"x": object(), "target": 0}] * 3, "x of a sample .* has the type object"),
         (
             [{"x": X[0], "left": 0, "right": 1}] * 3,
             "has x, left, right, but the model reads target",

@@ -64,7 +64,7 @@ def test_options_that_do_not_fit_are_refused(
 def test_a_model_without_blocks_and_a_loop_without_epochs_are_refused(folder: Path) -> None:
     with pytest.raises(FreezeError, match="tiny_text has no list of repeated blocks"):
         make_job(Settings(folder=str(folder / "text"), freeze="1=1"))
-    with pytest.raises(AsyncPipeError, match="does not know the epochs"):
+    with pytest.raises(AsyncPipeError, match="only your loop knows its epochs"):
         joined_job(folder / "mlp", None, {"freeze": "1=1"})
     with pytest.raises(AsyncPipeError, match="has no length"):
         events_of(run_config(freeze="1=1", freeze_every="epoch"), StepBatch((1,)), UNKNOWN_LENGTH)

@@ -236,7 +236,7 @@ def test_slurm_runs_the_other_steps_around_the_ranks(file: Path) -> None:
 @pytest.mark.parametrize("system", ["docker", "kubernetes", "sagemaker"])
 def test_code_needs_trust_on_a_new_machine(file: Path, system: str) -> None:
     values = ("model.model=nets.py:build", INSTANCES)
-    assert "code that its new machine does not know: nets.py:build" in refusal(
+    assert "code that its new machine cannot recognize: nets.py:build" in refusal(
         file, system, *values
     )
     job = WRITERS[system](JobFolder(Path("x"), read_job(file, values)), trust=True)

@@ -412,7 +412,7 @@ def test_numbers_far_from_the_plan_are_explained(tmp_path: Path) -> None:
     assert notes(110, 9 << 20) == []
     slow, large = notes(300, 80 << 20)
     assert slow.endswith("share CPU cores or memory bandwidth: 1 rank ran on 2 cores.")
-    assert "tens of MiB that do not grow with the model" in large
+    assert "tens of MiB for a model of any size" in large
     assert len(notes(110, 8 << 30)) == 0  # too much for what a process needs anyway
 
 

@@ -152,7 +152,7 @@ def test_an_error_in_the_data_and_a_second_length_are_told(
     for name, value in (("samples", 100), ("steps", 7)):
         with pytest.raises(AsyncPipeError, match=f"--epochs 2, but --{name} is {value}"):
             run(given(folder, output, epochs=2.0, **{name: value}), FACTORY)
-    with pytest.raises(AsyncPipeError, match=r"--dry-run does not open .*--epochs 2"):
+    with pytest.raises(AsyncPipeError, match=r"--dry-run leaves .*--epochs 2"):
         run_here(given(folder, output, data=points, epochs=2.0, dry_run=True), FACTORY)
     broken = points.replace(":points", ":broken")
     with pytest.raises(AsyncPipeError, match=r"points_of_epochs\.py:9"):
