@@ -185,7 +185,7 @@ def transitions(folder: Path, number: int) -> dict[str, Any]:
 
 
 def _quarters(seen: list[list[str]]) -> dict[str, Any]:
-    """What a rank uses after each quarter of its micro-batches."""
+    """The memory, files and threads of a rank after each quarter of its micro-batches."""
     rows = [[*map(int, seen[quarter * len(seen) // 4 - 1])] for quarter in range(1, 5)]
     return {
         "memory_mib": [round(row[0] / 2**20, 1) for row in rows],

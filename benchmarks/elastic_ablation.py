@@ -41,7 +41,7 @@ ROWS: Mapping[str, Sequence[str]] = {
     "freeze, shrink, grow": ("--elastic", "--cache", "off"),
     "all": ("--elastic", "--cache", "auto"),
 }
-"""The rows, with the options of each beside --freeze."""
+"""The rows, with the options of each in addition to --freeze."""
 
 DATA = """
 import torch

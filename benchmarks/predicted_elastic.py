@@ -1,4 +1,4 @@
-"""PipeTransformer's ablation as this planner predicts it, beside the published figures.
+"""Predicts PipeTransformer's ablation with the planner and compares it with the published figures.
 
 PipeTransformer (He et al., ICML 2021) fine-tunes ViT-B/16 in pipelines of eight GPUs, and reports
 how many times sooner ten epochs end with parts of the method. Each phase is planned here as
@@ -161,8 +161,8 @@ class Planner:
             return replace(captured, cached=of_cache), profile_phase(job, captured)
 
     def plan(self, depth: int, cached: int, length: int) -> Plan:
-        """The plan of a length with `depth` blocks frozen, of which the first `cached` do not
-        run."""
+        """The plan of a length with `depth` blocks frozen, of which the first `cached` are loaded
+        from a cache."""
         return self._planned(depth, cached, length).plan
 
     def _plan(self, depth: int, cached: int, length: int) -> Planned:

@@ -1,10 +1,10 @@
-"""Training on tensor ranks beside the plain training of the same folders, with real processes.
+"""Compares training on tensor ranks with training in one process, for the same folders.
 
-Partitions each model of `split_models.py` for two tensor ranks, trains 20 steps with AdamW on its
-processes (2 stages x 2 tensor ranks; some also 1 stage x 2 tensor ranks x 2 replicas with --zero 1
-and 2), and compares with the same folder on one process and one tensor rank. All differences are
-relative to the largest value of their kind, gradients to the largest of all parameters in their
-step, merged over micro-batches, tensor ranks and replicas. A row has
+Partitions each model of `split_models.py` for two tensor ranks, trains it for 20 steps with AdamW
+in separate processes (2 stages x 2 tensor ranks; some also 1 stage x 2 tensor ranks x 2 replicas
+with --zero 1 and 2), and trains the same folder in one process. All differences are relative to the
+largest value of their kind; gradients, merged over micro-batches, tensor ranks and replicas, to the
+largest gradient of the step. A row has
 
     step_loss, step_gradients  the largest differences in 20 steps that each begin with the weights
                    of the run on one process: what one step on tensor ranks computes differently
@@ -24,12 +24,12 @@ run differs by less than ten times what one unit in the last place makes of it. 
 gradient by its own size, so that a gradient of rounding alone, such as that of a bias of keys,
 moves a weight by a whole learning rate.
 
-With `--time` the step of one larger model is measured on one process, as DDP, as a pipeline and on
-tensor ranks, in alternating runs with fresh processes. Two cores share one memory, and there is no
-link between them that a wide layer would gain from.
+`--time` measures the step of one larger model in one process, with DDP, as a pipeline and on tensor
+ranks, in alternating runs with fresh processes. The two cores of a machine share its memory, so
+there is no fast link from which a wide layer would gain.
 
-With `--memory` the memory of each rank of a wide GPT, split and not, is set beside its plan, for
-the micro-batches of the plan (`rank_memory.py`).
+`--memory` compares the memory of each rank of a wide GPT, split and whole, with its plan, for the
+micro-batches of the plan (`rank_memory.py`).
 
     python benchmarks/tensor_parallel.py
     python benchmarks/tensor_parallel.py --models gpt2 resnet18 --dtypes float64
@@ -212,7 +212,7 @@ def losses_and_gradients(one: Run, other: Run) -> tuple[float, float]:
 
 
 def differences(one: Run, other: Run) -> dict[str, Any]:
-    """Of all losses, merged gradients and weights of two runs."""
+    """The largest differences between the losses, merged gradients and weights of two runs."""
     loss, gradients = losses_and_gradients(one, other)
     weights, others = weights_of(one.folder), weights_of(other.folder)
     assert weights.keys() == others.keys()
@@ -232,7 +232,7 @@ def differences(one: Run, other: Run) -> dict[str, Any]:
 
 
 def largest_gradient(run: Run, name: str) -> float | None:
-    """Of a parameter in all steps, relative to the largest of all parameters."""
+    """The largest gradient of a parameter in all steps, relative to that of all parameters."""
     steps = [read(run.gradients, "gradients", step, run.ranks) for step in range(STEPS)]
     if name not in steps[0]:
         return None  # a buffer
@@ -257,7 +257,7 @@ def weights_of(run: Path) -> dict[str, Any]:
 
 
 def messages(case: Case, run: Path, dtype: str) -> dict[str, Any]:
-    """The sums over tensor ranks in the last step, beside the formula."""
+    """The sums over tensor ranks in the last step, and their bytes by the formula."""
     trace = json.loads((run / "trace.json").read_text())
     events = trace if isinstance(trace, list) else trace["traceEvents"]
     sums = sum("over the tensor ranks" in event["name"] for event in events)

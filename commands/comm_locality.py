@@ -31,8 +31,8 @@ def locality_command(
 ) -> int:
     """Time the same ranks in several splits over hosts, such as 4-2-2 and 4-3-1.
 
-    The ranks make ring all-reduces, or train a generated model. The result has the prediction of a
-    model of the endpoints beside each split, and says which rank slows a split down.
+    The ranks run ring all-reduces, or train a generated model. The result compares each split with
+    the prediction of a model of the endpoints, and names the rank that slows a split down.
     """
     from ..runtime.communication.locality import compare_splits
 

@@ -238,7 +238,7 @@ class _Comparison:
         return self._at_larger_sizes(verified) if sizes is None else verified
 
     def _sample(self, sizes: Mapping[str, int] | None) -> Sample[dict[bool, _Seen]]:
-        """The results of the model. Raises UnfitNoise if it does not compute with the noise."""
+        """The results of the model. Raises UnfitNoise if it cannot compute with the noise."""
         try:
             sample = self.pair.sample(sizes, self._original)
         except PlanError as error:

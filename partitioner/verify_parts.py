@@ -44,7 +44,7 @@ _MOST_WITH_GRADIENTS = 500_000_000
 
 
 def compares_gradients(model: nn.Module) -> bool:
-    """Whether `verify_parts` compares gradients of a model, and not outputs alone."""
+    """True if `verify_parts` also compares the gradients of a model; otherwise outputs alone."""
     number = sum(parameter.numel() for parameter in model.parameters())
     return number < _MOST_WITH_GRADIENTS and not is_on_meta(model)
 

@@ -317,7 +317,7 @@ class ValuesError(UnseenError):
 
 
 class RandomDecisionError(UnseenError):
-    """A forward with a random decision that is no if with an else."""
+    """A forward whose random decision cannot be written as `if` and `else`."""
 
 
 class ModulePassedError(Exception):

@@ -5,12 +5,12 @@ node by node; arguments that differ (a dropout probability, a `training` flag) b
 Memory that is shared in one mode only (in evaluation mode dropout returns its argument) counts as
 shared.
 
-`write_decision` handles layers that training drops at random, as in
-`if torch.rand([]) < self.layerdrop: continue`, with a trace of each answer. Nodes that
-only one of the two traces has go into a region of the decision, and later nodes read a choice:
-`unless(dropped, made, former)`. That is forward only if decisions do not work together, as in
-`if not kept: kept = [layers[0]]`: `calls_made` gives the calls of the merged graph for any answers,
-for a comparison with a trace.
+`write_decision` handles layers that training drops at random, as in `if torch.rand([]) <
+self.layerdrop: continue`, with a trace of each answer. Nodes that only one of the two traces has go
+into a region of the decision, and later nodes read a choice: `unless(dropped, made, former)`. The
+merged graph equals the forward only if decisions are independent, unlike in `if not kept: kept =
+[layers[0]]`. To check this, `calls_made` gives the calls of the merged graph for any answers, for a
+comparison with a trace.
 """
 
 from __future__ import annotations

@@ -172,8 +172,8 @@ class IfTraining:
 
 @dataclass(frozen=True)
 class Local:
-    """A size in a model whose layers are split over ranks: each rank has its share of it; the
-    shares of one that the ranks do not divide are uneven."""
+    """A size in a model whose layers are split over ranks, of which each rank has a share. The
+    shares are uneven if the size is not a multiple of the number of ranks."""
 
     number: int | Size
     uneven: bool = False

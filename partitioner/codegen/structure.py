@@ -360,9 +360,9 @@ def _options(call: SubmoduleCall) -> object:
 
 
 def _regions_around(members: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> int:
-    """The number of regions of a call's nodes that the call does not open itself: nodes around the
-    call in the same function are in them too, or they surround the whole function. A decision by
-    mode around the call is made outside it; a call that decides itself runs in both modes."""
+    """The number of regions of a call's nodes that begin outside the call: they also hold nodes
+    around the call in the same function, or surround the whole function. A decision by mode around
+    the call is made outside it; a call that decides itself runs in both modes."""
 
     def shared(left: tuple[Region, ...], right: tuple[Region, ...]) -> int:
         same = 0

@@ -165,7 +165,7 @@ class StageLoad:
     update_ms: the part of the optimizer's step that counts in the load
     activation_bytes: activations of one micro-batch; `memory` counts all micro-batches in flight
     summing_ms: time in which replicas sum their gradients, once per step
-    unshared: its memory if replicas shared nothing out (`zero`); None where they do not
+    unshared: its memory without `zero`, if replicas share memory out; otherwise None
     """
 
     forward_ms: float

@@ -175,7 +175,7 @@ def _class_of(transformers: Any, config: Any, spec: str) -> Any:
     )
     if not (name.isidentifier() and is_class):
         raise ModelError(
-            f"{spec} is a {name[:60]}, which transformers does not provide.",
+            f"{spec} is a {name[:60]}, which is missing from transformers.",
             "Install a newer transformers, or write a function that builds the model: "
             "--model my_pkg.file:build",
         )

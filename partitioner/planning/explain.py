@@ -289,7 +289,7 @@ def _tightest_bound(solution: Solution) -> Finding:
     elif bound_ms <= share_ms * _TIGHT:
         decides = "limited by the equal share: only more devices or less work would lower it"
     elif bound_ms <= largest_ms * _TIGHT:
-        decides = f"limited by {name}: one operation is never split, so more devices do not help"
+        decides = f"limited by {name}: one operation is never split, so more devices cannot help"
     else:
         above_ms = bound_ms - max(share_ms, largest_ms)
         nearest = f"{name} alone" if largest_ms > share_ms else "the equal share"

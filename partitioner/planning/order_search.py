@@ -202,8 +202,8 @@ class _Scores:
         return self._known[key]
 
     def _talk_ms(self, left: Link, right: Link) -> tuple[Floats, Floats]:
-        """Milliseconds of sending and of receiving over these links: those over each of them alone,
-        which both include what does not depend on a link.
+        """Milliseconds of sending and of receiving over these links: the costs over each of them
+        alone, both of which include the costs that are the same for all links.
         """
         if left == right or _FREE in (left, right):
             if (left, right) not in self._talk:

@@ -239,7 +239,7 @@ def _table(schedules: Sequence[str], samples: Sequence[CurvePoint]) -> Table:
 def drawn_schedules(plan: Plan) -> tuple[str, ...]:
     """The plan's own schedule or 1f1b, and one for comparison. Computed schedules are left out,
     because each number of micro-batches would take seconds, and 2bw, which takes as long as
-    async-1f1b and does not support few micro-batches."""
+    async-1f1b and needs many micro-batches."""
     names = [name for name in compared_schedules(plan) if name not in ("gpipe", "2bw", AUTO)]
     return tuple(dict.fromkeys((names[0], names[-1])))
 

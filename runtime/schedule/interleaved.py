@@ -230,10 +230,10 @@ def side_by_side(schedule: Schedule, replicas: int) -> Schedule:
     """So many replicas of a pipeline as one schedule, in which a step of a stage waits for the
     window of all of them.
 
-    A run does not execute this schedule: each pipeline executes its own. It serves to check and to
-    simulate the waits between replicas. None of them can deadlock: if every action of the one
-    schedule, in an order in which it can run, is done in each replica in turn, the backwards of a
-    window are over in all replicas before the first of them steps.
+    This schedule serves to check and to simulate the waits between replicas; in a run, each
+    pipeline executes its own schedule. None of the waits can deadlock: take a legal order of the
+    actions of one pipeline, and run each action in all replicas before the next one. Then the
+    backwards of a window are over in all replicas before the first of them steps.
 
     >>> from asyncpipe.runtime.schedule.builders import async_1f1b
     >>> print(side_by_side(async_1f1b(1, 2, step_every=1), 2))

@@ -54,7 +54,7 @@ class Steady:
 class ActivationLimit:
     """The most live activations of ranks.
 
-    most: the limit of each rank, in units of `weights`; without any there is no limit
+    most: the limit of each rank, in units of `weights`; () for unlimited ranks
     weights: the activations of one micro-batch at each stage (default 1)
     """
 

@@ -29,7 +29,7 @@ class Bucket:
     missing: the number of gradients that are not final yet.
     given: for each parameter, if it has a gradient on this replica.
     flat, work: the tensor being summed and its all-reduce.
-    total: the sums so far; None on a replica that does not receive them.
+    total: the sums so far; None on a replica without them.
     """
 
     parameters: list[nn.Parameter]
@@ -85,8 +85,8 @@ class Bucket:
         self.flat = self.work = None
 
     def finish(self, flags: Sequence[float] | None = None) -> None:
-        """Gives the parameters their sums, where they are; `flags` count the replicas that have
-        each gradient, where the message does not."""
+        """Gives the parameters their sums, on the replicas that have them. `flags` count the
+        replicas that have each gradient; None if the message counts them."""
         if self.total is not None:
             sizes = [parameter.numel() for parameter in self.parameters]
             *sums, rest = torch.split(self.total, [*sizes, self.total.numel() - sum(sizes)])

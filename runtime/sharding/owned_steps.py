@@ -1,4 +1,4 @@
-"""What the optimizer steps of a stage exchange with other ranks that hold its parameters."""
+"""The exchanges of a stage's optimizer steps with the other ranks that hold its parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .shards import Shards
 
 
 class OwnedSteps:
-    """What the optimizer steps of a stage do for its replicas and tensor ranks, whoever makes them.
+    """The part of a stage's optimizer steps that its replicas and tensor ranks share.
 
     shards: the owners of its parameters among the replicas.
     matrices: the owners of weights that are stepped as wholes, among the tensor ranks.

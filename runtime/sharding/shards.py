@@ -100,7 +100,7 @@ class Shards:
         return content[content != _NO_GRADIENT]
 
     def kind(self, parameter: Tensor) -> tuple[int, torch.dtype, torch.device]:
-        """What the parameters of one message have in common: the owner, the dtype, the device."""
+        """The owner, dtype and device of a parameter, which all parameters of a message share."""
         return self.owner(parameter), parameter.dtype, parameter.device
 
     def _broadcast(self, tensors: list[Tensor], parameter: Tensor) -> _Message:

@@ -326,14 +326,14 @@ def _lack(need: Need, names: Iterable[str], run: Conditions) -> tuple[str, str] 
 
 
 def _no_last_step(names: Iterable[str], run: Conditions) -> str:
-    """Why the weights of the forward do not follow from the last step; "" if they do."""
+    """Why the last step cannot give the weights of the forward; "" if it can."""
     if run.delay > 1:
         return f"which are not kept, and gradients are up to {run.delay} steps late"
     if _is_without_momentum(run):
-        return f"which are not kept, and {_in_words(run)} does not remember its last step"
+        return f"which are not kept, and {_in_words(run)} has no record of its last step"
     for name in names:
         if METHODS[name].decides & {"forward", "backward", "step"}:
-            return f"which are not kept, and do not differ by a step alone under {name}"
+            return f"which are not kept, and differ by more than a step under {name}"
     return ""
 
 

@@ -247,7 +247,7 @@ class WeightVersions:
         self._drop_unused()
 
     def unseen_by_autograd(self) -> AbstractContextManager[None]:
-        """Inside, autograd does not count writes to the live weights as changes.
+        """Inside, autograd ignores writes to the live weights.
 
         A backward of a micro-batch in flight then computes with the changed weights instead of
         raising an error.
@@ -321,8 +321,8 @@ def _has_own_memory(weight: Tensor) -> bool:
 
 
 def _sharing(weight: Tensor) -> Tensor:
-    """A leaf in the memory of a weight. Writes to the weight do not count as changes of the leaf,
-    since they come after `begin_step`."""
+    """A leaf in the memory of a weight. Its version counter ignores writes to the weight, which
+    come after `begin_step`."""
     leaf = torch.empty(0, dtype=weight.dtype, device=weight.device)
     return _share_memory(leaf, weight).requires_grad_()
 

@@ -151,7 +151,8 @@ Reduction = Literal["sum", "max"]
 
 
 class Collectives(Protocol):
-    """What the tensor ranks of a stage exchange: all of them make the same calls in one order."""
+    """The collectives of a stage's tensor ranks, which all make the same calls in the same
+    order."""
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Tensor:
         """The sum or maximum over the ranks of each element of a tensor that has the same shape on
@@ -172,9 +173,9 @@ class TensorRanks:
     """The ranks that share out the layers of a stage, from the view of one of them.
 
     rank: this rank among them
-    size: how many they are
-    collectives: what they exchange; None where each takes its own tensor as those of all, because
-        it is alone or there is no network
+    size: the number of these ranks
+    collectives: their collectives; None if each rank treats its own tensor as the result, because
+        it is alone or without a network
     """
 
     rank: int = 0

@@ -91,7 +91,7 @@ class _Ranks(Generic[Result]):
 
 @dataclass(frozen=True)
 class _Collectives:
-    """What the rank of a thread exchanges with the others."""
+    """The collectives of the rank of one thread."""
 
     rank: int
     ranks: _Ranks[Any]

@@ -173,8 +173,8 @@ def _reduced(
 
 
 class _SumsOfRows(Function):
-    """Of each row the logarithm of the sum of its exponentials, its number at `place` on the rank
-    that has it, and where asked for the sum of its numbers, weighted by `weight`."""
+    """Three figures of each row: the logarithm of the sum of its exponentials, its number at
+    `place` on the rank that has it, and on request the sum of its numbers, weighted by `weight`."""
 
     @staticmethod
     def forward(

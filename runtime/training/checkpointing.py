@@ -270,7 +270,7 @@ class Stopping:
     def may(self, step: int) -> bool:
         """True if this rank may run a step, counted from 1; the step then counts as begun.
 
-        Raises TransportError when other ranks do not report their step.
+        Raises TransportError if reports of other ranks are missing.
         """
         if step <= self._begun:
             return True

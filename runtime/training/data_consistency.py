@@ -226,7 +226,7 @@ class Agreement:
             if reader.unlike >= 0:
                 return (
                     f"sample {reader.unlike} of the data has other values when it is read again "
-                    f"with the same seed: a resumed run does not repeat this one. {_HOW_TO_DRAW}"
+                    f"with the same seed: a resumed run cannot repeat this one. {_HOW_TO_DRAW}"
                 )
         return ""
 

@@ -87,8 +87,8 @@ class PipelineKeywords(TypedDict, total=False):
 def joined_job(
     folder: str | Path, loss: Callable[..., Any] | str | None, options: Mapping[str, Any]
 ) -> Job:
-    """The job of a pipeline whose loop has the data. Raises AsyncPipeError where the options do not
-    fit the folder."""
+    """The job of a pipeline whose loop has the data. Raises AsyncPipeError if options contradict
+    the folder."""
     check_keywords("Pipeline", options, PipelineKeywords)
     planned = read_plan(str(folder))
     _check_objects(planned, loss, options.get("optimizer"))

@@ -41,7 +41,7 @@ from .step_records import Watch
 
 @dataclass(frozen=True)
 class Earlier:
-    """What a phase of a run shows of those before it.
+    """The figures of earlier phases that a phase of a run reports.
 
     first: the record of the first step, on rank 0.
     block_norms: the norms of each block's gradients up to the last event of freezing.
@@ -116,7 +116,7 @@ class Run:
 
     @property
     def earlier(self) -> Earlier:
-        """What the next phase shows of this one and those before it."""
+        """The figures of this phase and earlier ones that the next phase reports."""
         first = next(iter(self._watch.records), None) if self._watch is not None else None
         return Earlier(
             first,

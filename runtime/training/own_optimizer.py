@@ -92,8 +92,8 @@ class OwnOptimizer:
             )
 
     def options_at(self, step: int) -> list[dict[str, Any]] | None:
-        """What the scheduler sets of each group at a step, counted from 0; None where the user sets
-        it.
+        """The options of each group that the scheduler sets at a step, counted from 0; None if the
+        user sets them.
 
         Stages reach a step at different moments, and its first one steps the scheduler.
         """

@@ -175,7 +175,7 @@ def check_elastic(job: Job) -> None:
 
 
 def check_phases(job: Job) -> None:
-    """Raises FreezeError if the rule compares outputs of a block that is no module in a phase."""
+    """Raises FreezeError if the rule compares outputs of a block that some phase divides."""
     started = job.started
     if started is None or parse_rule(str(started.freeze)).kind != PLASTICITY:
         return
@@ -269,7 +269,7 @@ def _batch_of_phase(started: RunConfig, replicas: int) -> dict[str, Any]:
 
 def _code_of(elastic: Elastic, config: RunConfig, world: World) -> Mapping[str, Mapping[str, str]]:
     """The SHA-256 of the files of all later phases, by folder: stages that are changed afterwards
-    do not run. Collective. Raises SettingsError if hosts have different code."""
+    are refused. Collective. Raises SettingsError if hosts have different code."""
     folder = Path(config.folder)
     codes = {phase.folder: code_hashes(folder / phase.folder) for phase in elastic.phases[1:]}
     content = json.dumps(codes, sort_keys=True).encode()

@@ -211,12 +211,12 @@ class Pipeline(TrainedStages):
         self._calls.check()
         if steps is None and not hasattr(batches, "__len__"):
             raise DataError(
-                f"a {type(batches).__name__} does not say how many batches it has.",
+                f"the number of batches of a {type(batches).__name__} is unknown.",
                 "Give stream(..., steps=1000).",
             )
         if optimizer is None and self._own is not None:
             raise SettingsError(
-                "stream makes the optimizer's steps, but there is no optimizer.",
+                "stream makes the optimizer's steps, but the optimizer is missing.",
                 'Give stream(..., optimizer=...), or Pipeline(..., optimizer="adamw", lr=...).',
             )
         steps_to_make = len(batches) if steps is None else steps  # type: ignore[arg-type]

@@ -230,7 +230,8 @@ def _begin(own: Callable[[int], None] | None, worker: int) -> None:
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Signals arrive after the block, so that a new process does not answer them as this one."""
+    """Delays signals until after the block, so that a new process cannot handle them as this
+    one."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_RANK)
     try:
         yield

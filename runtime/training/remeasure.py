@@ -45,7 +45,7 @@ def when_measured(config: RunConfig) -> str:
 class Remeasuring:
     """The schedule of every step of a run, lowered; all ranks request the steps in order.
 
-    A resumed run does not measure again, as its gradients would be summed in another order.
+    A resumed run keeps its schedule, because another one would sum gradients in another order.
 
     Arguments:
     first: the schedule computed from the plan's costs.

@@ -64,7 +64,7 @@ class _Window:
 
 @dataclass
 class Summed:
-    """What the sums of a step have cost a rank.
+    """The cost of the sums of a step on a rank.
 
     elements: the elements of its gradients that were summed.
     sent: the bytes that were given to sums, by purpose.
@@ -136,7 +136,7 @@ class GradientSums:
             hook.remove()
 
     def take_counts(self, version: int) -> Summed:
-        """What was summed for the steps to a version, by all stages."""
+        """The cost of the sums of all stages for the steps to a version."""
         return self._counts.pop(version, Summed())
 
     def expect(self, stage: int, version: int = 0) -> None:
@@ -170,8 +170,8 @@ class GradientSums:
             bucket.finish(flags.get(bucket))
 
     def _flags_of(self, window: _Window) -> dict[Bucket, list[float]]:
-        """The number of replicas that have a gradient of each parameter, of the buckets that do not
-        say it themselves."""
+        """The number of replicas that have a gradient of each parameter, for the buckets whose
+        messages leave it out."""
         buckets = [bucket for bucket in window.buckets if bucket.shards.each_backward]
         if not buckets:
             return {}

@@ -91,7 +91,7 @@ class Job:
 
     @property
     def unit(self) -> int:
-        """The samples of a step before steps grow; 0 where they do not."""
+        """The samples of a step before steps grow; 0 if steps keep their size."""
         started = self.started or self.config
         return StepBatch.of(started).samples if started.grow == BATCH else 0
 

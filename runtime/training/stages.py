@@ -56,7 +56,7 @@ class Probe:
 
     feed: returns the values that the stages of this rank read.
     sizes: its sizes.
-    kept: the values of all inputs, where the data do not give them again.
+    kept: the values of all inputs, if they cannot be read from the data again.
     """
 
     feed: Feed
@@ -194,8 +194,8 @@ class TrainedStages:
             self.freezing.attach(self.cache, self.executor.stages, plan)
 
     def set_probe(self, values: Mapping[str, Tensor]) -> None:
-        """Compares the outputs of blocks for a micro-batch of these values, if the rule reads them
-        and there is no other one. Raises FreezeError for a single sample."""
+        """Chooses these values as the micro-batch for which the outputs of blocks are compared, if
+        the rule reads them and has no micro-batch yet. Raises FreezeError for a single sample."""
         if self.probe is not None or self.freezing is None or not self.freezing.observed_blocks:
             return
         kept = {name: value.detach().clone() for name, value in values.items()}

@@ -1,8 +1,8 @@
-"""`--transport none`: nothing is sent, and what would have arrived is made locally.
+"""`--transport none`: nothing is sent, and each receive makes a tensor locally.
 
-A run over it takes as long as the computation alone: its losses and gradients mean nothing. What a
-receive yields has the shape and dtype of its channel: zeros, which are valid indices and additive
-masks; ones for masks of booleans; and states that generators accept.
+A run over it takes as long as the computation alone; its losses and gradients are meaningless. A
+received tensor has the shape and dtype of its channel. It has zeros, which are valid indices and
+additive masks; ones for masks of booleans; or a state that generators accept.
 """
 
 from __future__ import annotations

@@ -300,10 +300,11 @@ def check_world(world: Any, rank: int, ranks: int) -> None:
 
 
 def share_store(rank: int, ranks: int, host: str, timeout_s: float) -> Store:
-    """A store at rank 0 that the others learn of over MPI: for what is to be agreed on otherwise.
+    """A store at rank 0, whose address the other ranks receive over MPI.
 
-    `host` is what the others call rank 0's, as it knows it. Collective over MPI's world. Raises
-    TransportError when it is not of these ranks, or when they do not come in time.
+    `host` is the name of rank 0's host for the others, as rank 0 knows it. Collective over MPI's
+    world. Raises TransportError if MPI's world has other ranks, or if some are missing after the
+    timeout.
     """
     mpi = load_mpi_for_one_thread()
     world = mpi.COMM_WORLD
@@ -362,7 +363,7 @@ def leave_mpi(exit_code: int) -> None:
 
 
 def _unread_bytes(descriptor: int) -> int:
-    """The bytes in a pipe that its reader has not taken; 0 for a descriptor of another kind."""
+    """The unread bytes in a pipe; 0 for a descriptor of another kind."""
     import fcntl  # Not every system that this module is loaded on has these.
     import termios
 

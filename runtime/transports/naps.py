@@ -1,7 +1,7 @@
 """Waiting for another process that cannot wake this one.
 
-Ranks share cores, so a wait does not spin: at first it only yields its core, then it naps. A nap is
-a tenth of the time in which nothing happened, which bounds the delay of a message.
+Ranks share cores, so a wait must not spin: at first it only yields its core, then it naps. A nap is
+a tenth of the time waited so far, which bounds the delay of a message.
 """
 
 from __future__ import annotations

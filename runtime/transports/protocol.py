@@ -6,8 +6,8 @@ message is identified by its channel and index, so ranks may send and receive in
 have at both ends.
 
 `LocalHub` connects ranks that live in one process and thread; tests use it too. A message is copied
-once, as between processes. The ranks' pipelines are generators that yield while a tensor has not
-arrived; `run_together` runs them round-robin, and detects at once when no rank can continue.
+once, as between processes. The ranks' pipelines are generators that yield until a tensor arrives;
+`run_together` runs them round-robin, and detects at once when no rank can continue.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Transport(Protocol):
     def wait(self, handle: Handle) -> Tensor:
         """The tensor, which the caller may keep or write to.
 
-        Raises TransportError if it does not arrive in time or its sender is gone.
+        Raises TransportError after the timeout, or if its sender is gone.
         """
 
     def wait_sent(self, channel: Channel, index: int) -> None:

@@ -1,13 +1,13 @@
-"""What the tensor ranks of one host exchange, through memory that all of them have mapped.
+"""The collectives of the tensor ranks of one host, through memory that all of them map.
 
     each rank                       copies its tensor into its own memory
     all meet                        each counts its arrival there, until all counts are as high
     each rank                       reads all tensors, and adds them in the order of the ranks
 
-Of large tensors each of more than two ranks adds a share of the elements, writes it in place, and
-all meet once more before they read the shares. Tensors pass in pieces of `PIECE_BYTES`, which stay
-in the caches. A rank has room for two: it writes the next one while others read the one before,
-and has met them in between, so no rank reads the one before that any more.
+For large tensors on more than two ranks, each rank adds a share of the elements and writes it in
+place, and all meet once more before they read the shares. Tensors pass in pieces of `PIECE_BYTES`,
+which stay in the caches. A rank has room for two pieces: it writes the next one while others read
+the previous one. It has met them in between, so no rank still reads the piece before that.
 
 The memory is an unnamed file that was handed over a socket (`peers.py`): it goes with the
 processes, however they end, and the socket reports a peer that is gone.

@@ -201,7 +201,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder]
     if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("this machine does not let one mount a small disk")
+        pytest.skip("mounting a small disk is not permitted on this machine")
     try:
         yield folder
     finally:

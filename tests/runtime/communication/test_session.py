@@ -1,4 +1,4 @@
-"""The ranks of a task of asyncpipe-comm wait for each other, and name those that do not come."""
+"""The ranks of a task of asyncpipe-comm wait for each other, and name missing ranks."""
 
 import datetime
 import time

@@ -15,7 +15,7 @@ from asyncpipe.tests.support.processes.executor import lowered, make_pipeline
 
 
 class Watching:
-    """What a stage is shown and called with, in order: the memory of its first input."""
+    """Records the memory of the first input that a stage is shown or called with, in order."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []

@@ -82,7 +82,7 @@ def test_a_module_is_off_when_a_frozen_block_reads_what_it_returns(tmp_path: Pat
 
 
 def of_t5(model: nn.Module) -> list[list[nn.Module]]:
-    """What a plain loop freezes of a T5 after each event, listed by hand."""
+    """The modules of a T5 that a plain loop freezes at each event, listed by hand."""
     paths = [["shared", "encoder.block.0", "encoder.dropout"]]
     paths.append(["encoder.block.1", "encoder.final_layer_norm"])
     paths[-1] += ["decoder.block.0", "decoder.dropout"]

@@ -1,4 +1,4 @@
-"""A tied parameter that does not train: its holders do not wait for each other."""
+"""The holders of a frozen tied parameter never wait for each other."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def step(at: int, step_ms: float, actions: dict[str, list[float]], **shares: lis
 def test_the_parts_and_the_throughput_of_an_elastic_run_are_those_of_all_phases(
     tmp_path: Path,
 ) -> None:
-    """5 steps of 20 ms on two stages, then 5 of 10 ms on one, beside which a process is idle."""
+    """5 steps of 20 ms on two stages, then 5 of 10 ms on one stage next to an idle process."""
     two = {"F": [1.0, 2.0], "B": [2.0, 4.0], "S": [2.0, 4.0]}
     records = [
         step(1, 99.0, two, busy=[1.0, 1.0]),

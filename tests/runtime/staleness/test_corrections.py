@@ -166,7 +166,7 @@ def test_gap_aware_without_a_stash_keeps_one_copy_less() -> None:
     ("names", "conditions", "words"),
     [
         ("gap-aware", {"ahead": 3, "step_every": 2}, "gradients are up to 2 steps late"),
-        ("gap-aware", {"ahead": 1, "momentum": 0.0}, "does not remember its last step"),
+        ("gap-aware", {"ahead": 1, "momentum": 0.0}, "has no record of its last step"),
         ("gap-aware+error-feedback", {"ahead": 1}, "under error-feedback"),
         ("pipemare+gap-aware", {"ahead": 1}, "under pipemare"),
     ],

@@ -451,8 +451,11 @@ Break = Callable[[asyncpipe.Pipeline], Any]
         (lambda pipe: step(pipe, copy.deepcopy(sgd(pipe))), "are not of this pipeline's stages"),
         (lambda pipe: stream(pipe, ReduceLROnPlateau), "step.. needs metrics"),
         (lambda pipe: stream(pipe, lambda _: StepLR(sgd(pipe), 1)), "schedules another optimizer"),
-        (lambda pipe: pipe.stream(batches(2)), "there is no optimizer"),
-        (lambda pipe: pipe.stream(iter(batches(2)), optimizer=sgd(pipe)), "does not say how many"),
+        (lambda pipe: pipe.stream(batches(2)), "the optimizer is missing"),
+        (
+            lambda pipe: pipe.stream(iter(batches(2)), optimizer=sgd(pipe)),
+            "the number of batches of a .* is unknown",
+        ),
         (lambda pipe: list(pipe.stream(batches(2), steps=3, optimizer=sgd(pipe))), "ended after 2"),
         (
             lambda pipe: list(pipe.stream([*batches(1), *batches(1, 5)], optimizer=sgd(pipe))),

@@ -63,7 +63,7 @@ def without_sum(folder: Path, condition: str) -> Path:
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """Of all losses, norms and weights."""
+    """The largest difference between the losses, norms and weights of two runs."""
     weights, others = tensors_in(one / "weights"), tensors_in(other / "weights")
     assert weights.keys() == others.keys()
     differences = [float((weights[name] - others[name]).abs().max()) for name in weights]

@@ -40,7 +40,8 @@ def connected(kind: str, timeout_s: float = 20.0) -> Collectives:
 
 
 def tensors(rank: int) -> Iterator[Tensor]:
-    """Of a rank, by a seed: from none to several pieces of numbers, of all dtypes and layouts."""
+    """Random tensors of a rank: from none to several pieces of numbers, of all dtypes and
+    layouts."""
     generator = torch.Generator().manual_seed(rank)
     piece, direct = PIECE_BYTES // 4, DIRECT_BYTES // 4
     for count in (0, 1, 3, 64, direct, direct + 1, piece, piece + 3, 2 * piece + 5):
@@ -108,7 +109,7 @@ def test_groups_of_the_same_ranks_do_not_mix() -> None:
 
 
 def miss(rank: int, kind: str, fault: str) -> tuple[tuple[int, ...], str]:
-    """What rank 1 is told where rank 0 does not come to the second sum."""
+    """The error on rank 1 if rank 0 misses the second sum."""
     group = connected(kind, LIMIT_S)
     group.all_reduce(torch.ones(3))
     if rank == 0:

@@ -27,7 +27,7 @@ class Plasticity:
     a micro-batch have twice in a row changed by at most `tolerance` of their largest change.
 
     blocks: the modules that are observed
-    depths, distances: what it found at its events
+    depths, distances: the results of its events
     """
 
     stages: Sequence[nn.Module]
