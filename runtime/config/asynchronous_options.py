@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from ..formatting import counted, write_bytes
+from ..formatting import counted, write_bytes, write_count
 from ..limits import flag_of
 from ..options import options_of
 from ..plan.plan import Plan
@@ -225,8 +225,8 @@ def describe_delays(schedule: Schedule, config: RunConfig | None = None) -> str:
     runs: list[tuple[str, int, int]] = []
     for stage in range(schedule.stages):
         mean, most = delays.mean(stage), delays.most(stage)
-        delay = f"{float(mean):.3g} step{'' if mean == 1 else 's'}" if most else "none"
-        delay += f" (max {most})" if most != mean else ""
+        delay = f"{write_count(float(mean))} step{'' if mean == 1 else 's'}" if most else "none"
+        delay += f" (max {most:,})" if most != mean else ""
         first = runs.pop()[1] if runs and runs[-1][0] == delay else stage
         runs.append((delay, first, stage))
     return ", ".join(

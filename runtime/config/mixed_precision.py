@@ -11,7 +11,7 @@ import torch
 
 from ..executor.precision import FULL, BoundaryDtypes, Precision, dtypes_of_folder
 from ..formatting import write_bytes, write_share
-from ..optimizers.facts import OPTIMIZERS
+from ..optimizers.facts import OWN, facts_of
 from ..plan.plan import Plan, StageSpec, TensorSpec
 from ..staleness import has_other_backward
 from ..tensor_files import dtype_of
@@ -99,8 +99,11 @@ def describe_memory(options: Settings, plan: Plan) -> str:
         return ""
     if not _is_other_precision(options, plan) or options.precision == "full":
         text = f"{write_bytes(needed)} predicted (sum over all stages)"
-        is_known = (options.optimizer or "adamw") in OPTIMIZERS
-        return text if is_known else f"{text}, without the state of {options.optimizer}"
+        facts = facts_of(options.optimizer or "adamw")
+        if facts is OWN:
+            return f"{text}, without the state of {options.optimizer}"
+        is_counted = not facts.rotates or plan.setting.optimizer == options.optimizer
+        return text if is_counted else f"{text}, without the bases of {options.optimizer}"
     activations = sum(stage.memory.activations for stage in plan.stages)
     return (
         f"{write_bytes(needed)} predicted for float32 (sum over all stages), including "

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from math import log
+from math import log, prod
 from typing import Any
 
 from ..data.datasets import default_data
@@ -147,11 +147,16 @@ def sized_plan(plan: Plan, config: RunConfig) -> Plan:
     return with_recompute(replace(plan, sizes=sizes), config.recompute)
 
 
+def relative_size(plan: Plan, planned: Plan) -> float:
+    """The size of a micro-batch of the plan, as a multiple of the planned one."""
+    return prod(
+        size / planned.sizes[name] for name, size in plan.sizes.items() if planned.sizes.get(name)
+    )
+
+
 def costs_at_sizes(plan: Plan, planned: Plan) -> Plan:
     """The plan with its stages' times in proportion to its sizes, which are others than planned."""
-    scale = 1.0
-    for name, size in plan.sizes.items():
-        scale *= size / planned.sizes[name] if planned.sizes.get(name) else 1.0
+    scale = relative_size(plan, planned)
     stages = tuple(
         replace(stage, forward_ms=stage.forward_ms * scale, backward_ms=stage.backward_ms * scale)
         for stage in plan.stages

@@ -27,6 +27,7 @@ from ..config.mixed_precision import (
     precision_warning,
 )
 from ..config.resolve import batch_identity, costs_at_sizes
+from ..config.run_memory import memory_in_run
 from ..config.segments import make_segment, waiting_stages
 from ..config.settings import RunConfig
 from ..config.tensor_options import tensor_ranks_warning
@@ -173,7 +174,8 @@ def announce(
     """Reports the setup of the run, with warnings of legal but probably unintended options."""
     config = job.config
     stages = tuple(schedule.stages_of(rank) for rank in range(len(schedule.ranks)))
-    plan, shared_out = with_shares(job.plan, config, stages, job.code)
+    in_run = memory_in_run(job.plan, job.planned, config, schedule)
+    plan, shared_out = with_shares(in_run, config, stages, job.code)
     if not config.has_network:
         reporter.on_warning(WITHOUT_NETWORK)
     grid = grid_of(schedule, config.pipelines, config.tensor_ranks)
