@@ -203,7 +203,7 @@ def locality_command(
     if result is None:
         return 0
     if options.svg is not None:
-        from ..runtime.communication.strip_plot import strip_plot
+        from ..runtime.communication.locality_result import strip_plot
         from ..runtime.reports.rendering import write_page
 
         write_page(Path(options.svg), strip_plot(result), "Choose another file with --svg.")
@@ -217,8 +217,7 @@ def locality_command(
 
 
 def _print_locality(result: dict[str, Any]) -> None:
-    from ..runtime.communication.locality_result import STUDY, result_table
-    from ..runtime.communication.strip_plot import title_of
+    from ..runtime.communication.locality_result import STUDY, result_table, title_of
 
     console = make_console()
     print_words(console, title_of(result))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.executor.loading import load_stage_class, run_stage
-from ..runtime.executor.tied_splits import verify_splits_alike
+from ..runtime.executor.tied_parameters import verify_splits_alike
 from ..runtime.plan.plan import Plan
 from ..runtime.plan.structure import rebuilt
 from ..runtime.tensor_parallel.ranks import Split, TensorRanks, splits_of

@@ -8,8 +8,7 @@ from ..data.streams import UNKNOWN_LENGTH
 from ..data.task import GIVEN
 from ..freezing.blocks import blocks_of
 from ..freezing.elastic import NO_CACHE
-from ..freezing.events import EPOCH, Events
-from ..freezing.rules import PLASTICITY, TABLE, in_full, parse_rule
+from ..freezing.rules import EPOCH, PLASTICITY, TABLE, Events, in_full, parse_rule
 from ..limits import typed
 from ..plan.plan import Plan, verify_evaluates
 from ..staleness import METHODS, parse

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ..freezing.elastic import CACHES, GROWS, NO_CACHE, REPLICAS
-from ..freezing.events import EPOCH
+from ..freezing.rules import EPOCH
 from ..freezing.rules import FORM as FREEZING_FORM
 from ..freezing.rules import WORDS as FREEZING_RULES
 from ..limits import Choice, Either, Flag, ListOf, Number, Text, Whole, form, path

@@ -10,15 +10,19 @@ and the values after the step, are equal to the last bit. D is 0 in a synchronou
 asynchronous one it is the delay after which the window is complete everywhere without a stall, so
 the first D steps have no gradient (None: optimizers leave the parameter alone). Remaining windows
 of a segment are kept for the next one.
+
+The holders sum on each tensor rank, so all of them must divide the parameter the same way over the
+tensor ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from functools import reduce
 from itertools import combinations
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +30,9 @@ from torch import Tensor, nn
 from ..errors import PlanError
 from ..plan.plan import Plan, SharedParameter
 from ..tensor_files import raw_bytes
+from ..tensor_parallel.ranks import Split, TensorRanks, in_blocks, splits_of, using
 from ..transports.protocol import Channel, ChannelKind, Handle, Transport
+from .loading import SkipRandomInit, load_stage_class
 from .mailbox import CHECKSUM_BYTES, Waiting, take
 
 _Key = tuple[str, int, int, int]
@@ -258,3 +264,47 @@ def _checksum(parameter: nn.Parameter) -> Tensor:
     digest = hashlib.sha256(raw_bytes(parameter)).digest()
     assert len(digest) == CHECKSUM_BYTES
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+
+def verify_tied_alike(
+    folder: str | Path,
+    plan: Plan,
+    stages: Collection[int],
+    ranks: TensorRanks,
+    code: Mapping[str, str] | None = None,
+) -> None:
+    """Raises PlanError if a parameter of some `stages` is divided otherwise in another stage. Reads
+    the code of all stages that hold it, without weights."""
+    tied = [shared.stages for shared in plan.shared if len(shared.stages) > 1]
+    holders = {stage for each in tied if set(stages) & set(each) for stage in each}
+    if ranks.size == 1 or not holders:
+        return
+    splits = {}
+    for stage in sorted(holders):
+        with SkipRandomInit(), using(ranks):
+            splits[stage] = splits_of(load_stage_class(folder, plan.stages[stage], code)())
+    verify_splits_alike(plan, splits)
+
+
+def verify_splits_alike(plan: Plan, splits: Mapping[int, Mapping[str, Split]]) -> None:
+    """Raises PlanError if a tied parameter is divided in two ways. `splits` are those of the
+    stages, by the names of their parameters."""
+    for shared in plan.shared:
+        holders = [(stage, name) for stage, name in shared.holders if stage in splits]
+        ways = [splits[stage].get(name) for stage, name in holders]
+        for (stage, name), way in zip(holders[1:], ways[1:], strict=True):
+            if way != ways[0]:
+                first, own = holders[0]
+                raise PlanError(
+                    f"{own} of stage {first} and {name} of stage {stage} are one tied parameter, "
+                    f"but over the tensor ranks the first is {_described(ways[0])} and the second "
+                    f"{_described(way)}.",
+                    "Divide it alike in the code of both stages, or partition the model again.",
+                )
+
+
+def _described(split: Split | None) -> str:
+    if split is None:
+        return "whole"
+    uneven = " in unequal parts" if split.length is not None else ""
+    return f"divided along dimension {split.dim}{in_blocks(split.groups)}{uneven}"

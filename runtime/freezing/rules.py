@@ -1,4 +1,4 @@
-"""`--freeze RULE` -> the number of frozen blocks after each event.
+"""`--freeze RULE` -> the number of frozen blocks after each event, and the steps of the events.
 
     schedule:ALPHA     of the blocks that still train, the share ALPHA freezes at each event:
                        ceil(L (1 - (1 - ALPHA)^T)) of L blocks after event T (PipeTransformer,
@@ -15,7 +15,7 @@ Frozen blocks stay frozen: no rule gives fewer than before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from operator import add
@@ -26,6 +26,8 @@ from ..serialization import Origin, parse_toml, read_text
 from .blocks import FreezeError
 from .plasticity import Evidence, Similarities, in_a_row
 
+EPOCH = "epoch"
+"""The value of `--freeze-every` for an event at the end of each epoch."""
 TABLE = "table"
 SCHEDULE, GRADNORM, PLASTICITY = "schedule", "gradnorm", "plasticity"
 _TOLERANCE = Fraction(1, 5)
@@ -193,3 +195,29 @@ def _share(text: str, value: str) -> Fraction:
             f"--freeze {text} has the share {value}, which is not between 0 and 1.", "schedule:1/3"
         )
     return share
+
+
+@dataclass(frozen=True)
+class Events:
+    """The events of a run, each after a step.
+
+    every: the distance between two events, in units of `position`
+    position: the place of a run after so many steps: the steps themselves, or the samples so far
+    """
+
+    every: int
+    position: Callable[[int], int] = lambda step: step
+
+    def number(self, step: int) -> int:
+        """The number of the last event up to a step.
+
+        >>> events = Events(10, lambda step: 4 * step)
+        >>> [events.number(step) for step in (2, 3, 4, 5, 8)], events.next(3), events.next(5)
+        ([0, 1, 1, 2, 3], 5, 8)
+        """
+        return self.position(step) // self.every
+
+    def next(self, step: int) -> int:
+        """The first step after `step` with an event."""
+        missing = (self.number(step) + 1) * self.every - self.position(step)
+        return step - (-missing // (self.position(step + 1) - self.position(step)))

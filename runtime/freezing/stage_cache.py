@@ -31,18 +31,20 @@ from ..plan.plan import Plan, StageSpec
 from ..rng import GeneratorState, generator_state
 from ..schedule.schedule import Action
 from .arena import Entry
-from .marks import Leaf
-from .reads import NotCachedError, StageReads, replaced
-from .sample_keys import (
+from .cached_samples import (
     OF_BATCH,
     OF_SAMPLE,
+    Form,
     Inputs,
     ShownInputs,
+    Site,
+    Writing,
     orders,
     reordered,
     sample_keys,
 )
-from .sites import Form, Site, Writing
+from .marks import Leaf
+from .reads import NotCachedError, StageReads, replaced
 from .use import Shared, Use
 
 Call = Callable[[tuple[Tensor, ...]], Any]

@@ -55,8 +55,14 @@ from .measures import (
     usual,
 )
 from .rendering import in_script, render, write_page
-from .run_charts import loss_charts, more_charts, other_charts, speed_charts
-from .run_step import RunPlan, step_figures
+from .run_drawings import (
+    RunPlan,
+    loss_charts,
+    more_charts,
+    other_charts,
+    speed_charts,
+    step_figures,
+)
 
 _LOOKS = {
     "bubble": "transfers",

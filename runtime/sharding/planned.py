@@ -16,8 +16,7 @@ from ..formatting import counted, write_share
 from ..plan.forecast import summing_ms
 from ..plan.plan import Plan, StageMemory
 from ..plan.sharing import GRADIENTS, MESSAGE_BYTES, UNDER_WAY, passes_over_gradients
-from .divide import sizes_of
-from .owners import owners_of
+from .owners import owners_of, sizes_of
 
 
 def with_shares(

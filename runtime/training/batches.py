@@ -22,12 +22,11 @@ from ..config.batch_layout import EvaluationBatch, StepBatch
 from ..config.settings import RunConfig
 from ..data.datasets import Clusters, Digits
 from ..data.own_data import Part, own_parts
-from ..data.remote_text import RemoteText
 from ..data.sampler_order import order_of
 from ..data.samples import Columns, Naming, OwnDataset
 from ..data.streams import UNKNOWN_LENGTH, Stream, StreamSamples, first_rows
 from ..data.task import BatchDims, SampleOrder, Task, batch_dims, laid_out, sizes_of
-from ..data.text import TextWindows
+from ..data.text import RemoteText, TextWindows
 from ..data.tokens import (
     BYTES,
     Tokens,

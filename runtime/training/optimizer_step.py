@@ -24,8 +24,8 @@ from ..optimizers.soap import refresh_periods
 from ..plan.plan import Plan
 from ..schedule.asynchronous import Delays
 from ..schedule.schedule import Action, Numbering
-from ..sharding.divide import divide
 from ..sharding.matrices import share_out_matrices
+from ..sharding.owners import divide
 from ..staleness.weight_versions import LedgerEntry
 from ..tensor_parallel.ranks import ONE_RANK, TensorRanks
 from .clipping import (

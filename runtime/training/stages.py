@@ -27,15 +27,14 @@ from ..executor.loading import load_stage, load_stage_class
 from ..executor.mailbox import Sizes
 from ..executor.observed_transport import ObservedTransport
 from ..executor.run import Feed, RunOptions
-from ..executor.tied_splits import verify_tied_alike
+from ..executor.tied_parameters import verify_tied_alike
 from ..formatting import counted
 from ..freezing.block_outputs import SAMPLES
 from ..freezing.blocks import FreezeError
 from ..freezing.elastic import pipelines
-from ..freezing.events import Events
 from ..freezing.freezing import Freezing
 from ..freezing.plasticity import Similarities
-from ..freezing.rules import Progress, parse_rule
+from ..freezing.rules import Events, Progress, parse_rule
 from ..monitoring.gather import RankFigures
 from ..plan.plan import Plan
 from ..schedule.schedule import Schedule

@@ -17,7 +17,7 @@ from ..reports.comparison import compare_runs, comparison_values
 from ..reports.measures import status_of, title_of
 from ..reports.page import run_values
 from ..reports.rendering import render
-from ..reports.run_step import RunPlan
+from ..reports.run_drawings import RunPlan
 from .ranks_seen import OVER, RanksSeen, see_ranks
 
 RUN_PARTS = (

@@ -21,7 +21,7 @@ from asyncpipe.partitioner.tensor_parallel.example_run import ExampleRun
 from asyncpipe.partitioner.verify_parts import verify_parts
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.executor.loading import load_stage_class
-from asyncpipe.runtime.executor.tied_splits import verify_tied_alike
+from asyncpipe.runtime.executor.tied_parameters import verify_tied_alike
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.tensor_parallel import TensorRanks, splits_of
 from asyncpipe.runtime.tensor_parallel.threads import in_threads

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncpipe.runtime.communication import bench, collectives
+from asyncpipe.runtime.communication.bench import event_lines
 from asyncpipe.runtime.communication.bench_tables import (
     check_results,
     reasons,
@@ -23,7 +24,6 @@ from asyncpipe.runtime.communication.collectives import Case, Prepared, Wires, w
 from asyncpipe.runtime.communication.operation_facts import OPERATIONS, applies
 from asyncpipe.runtime.communication.options import BenchOptions
 from asyncpipe.runtime.communication.ring import PointToPoint, ring_all_reduce
-from asyncpipe.runtime.communication.ring_events import event_lines
 from asyncpipe.runtime.communication.session import Session
 from asyncpipe.runtime.communication.support import Prober, cases
 from asyncpipe.runtime.distributed.ranks import RankInfo

@@ -20,6 +20,7 @@ from asyncpipe.runtime.communication.locality_result import (
     SplitTimes,
     result_of,
     result_table,
+    strip_plot,
 )
 from asyncpipe.runtime.communication.locality_steps import planned_step_s
 from asyncpipe.runtime.communication.options import LocalityOptions
@@ -32,7 +33,6 @@ from asyncpipe.runtime.communication.splits import (
     ring_seconds,
     uses_per_step,
 )
-from asyncpipe.runtime.communication.strip_plot import strip_plot
 from asyncpipe.runtime.communication.tcp_links import connect_ring, listen
 from asyncpipe.runtime.errors import TransportError
 from asyncpipe.tests.support.models.hand_folders import write_mlp

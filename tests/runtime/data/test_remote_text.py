@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncpipe.runtime.data import remote_text
-from asyncpipe.runtime.data.remote_text import RemoteText
+from asyncpipe.runtime.data import text as text_module
 from asyncpipe.runtime.data.task import find_task
+from asyncpipe.runtime.data.text import RemoteText
 from asyncpipe.runtime.errors import DataError
 from asyncpipe.runtime.locations import RemoteFolder
 from asyncpipe.runtime.plan.plan import read_plan
@@ -55,7 +55,7 @@ def test_windows_come_piece_by_piece_also_of_files_that_come_later(
         return read(self, file, start, stop)
 
     monkeypatch.setattr(RemoteFolder, "read", counted)
-    monkeypatch.setattr(remote_text, "_PIECE", 2 * length)
+    monkeypatch.setattr(text_module, "_PIECE", 2 * length)
     stream = texts(folder, tmp_path / "place")
     windows = iter(stream)
     found = [next(windows)]

@@ -16,10 +16,9 @@ from torch.nn import functional as F
 
 import asyncpipe
 from asyncpipe.runtime.freezing.arena import Arena
+from asyncpipe.runtime.freezing.cached_samples import ShownInputs, Site
 from asyncpipe.runtime.freezing.marks import Leaf
 from asyncpipe.runtime.freezing.reads import NotCachedError, StageReads
-from asyncpipe.runtime.freezing.sample_keys import ShownInputs
-from asyncpipe.runtime.freezing.sites import Site
 from asyncpipe.runtime.freezing.stage_cache import StageCache
 from asyncpipe.runtime.freezing.stages import plan_at
 from asyncpipe.runtime.plan.plan import read_plan

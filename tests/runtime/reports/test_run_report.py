@@ -40,7 +40,7 @@ from asyncpipe.runtime.reports.measures import (
     summary_of,
 )
 from asyncpipe.runtime.reports.page import REPORT, render_run, reported
-from asyncpipe.runtime.reports.run_charts import loss_charts, other_charts
+from asyncpipe.runtime.reports.run_drawings import loss_charts, other_charts
 from asyncpipe.tests.support.models.hand_folders import FAILING, write_mlp
 from asyncpipe.tests.support.oracles.html_pages import all_of, by_id, check_alone, parsed, text_of
 from asyncpipe.tests.support.processes.quick_python import run

@@ -15,8 +15,7 @@ from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.launch.job import make_job
 from asyncpipe.runtime.launch.launch import run as run_here
 from asyncpipe.runtime.monitoring.run_files import read_run
-from asyncpipe.runtime.reports.comparison import as_json, compare, render_comparison
-from asyncpipe.runtime.reports.network_cost import network_costs
+from asyncpipe.runtime.reports.comparison import as_json, compare, network_costs, render_comparison
 from asyncpipe.runtime.training.pipeline import Pipeline
 from asyncpipe.runtime.transports.left_out import LeftOutTransport
 from asyncpipe.runtime.transports.protocol import Channel

@@ -1,22 +1,33 @@
-"""Records of a run and its plan -> the drawings of one step, measured above predicted.
+"""Records of a run and its plan -> the drawings of its page: curves, and one step.
 
-The plan is read from the run's generated folder; without it a run has fewer drawings.
+The measured step is drawn above the predicted one. The plan is read from the run's generated
+folder; without it a run has fewer drawings.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import AsyncPipeError
-from ..formatting import write_ms, write_share
-from ..monitoring.run_files import RunRecords, number, numbers, part
+from ..formatting import write_count, write_ms, write_share
+from ..monitoring.run_files import RunRecords, number, numbers, part, points
 from ..plan.plan import Plan, read_plan
 from ..schedule.asynchronous import ASYNCHRONOUS
 from ..schedule.simulate import Timeline
+from .charts import Chart, Series, chart
 from .gantt import Drawing, Window, draw, scale_of
-from .measures import unplanned_freezing
+from .measures import (
+    UNITS,
+    after_first_step,
+    metrics_of_evaluations,
+    other_series,
+    rate_field,
+    title_of_field,
+    unplanned_freezing,
+)
 from .memory_over_time import MemoryDrawing, memory_over_time
 from .model_strip import ModelStrip, model_strip
 from .planned_steps import planned_steps
@@ -176,3 +187,79 @@ def step_figures(run: RunRecords, planned: RunPlan | None) -> StepFigures | None
         memory = memory_over_time(planned.plan, window, steps[0].drawing)
     heading = "One step, measured above predicted"
     return StepFigures(heading, unplanned_freezing(run), steps, memory, _OVER_STEP.format(which))
+
+
+Points = tuple[tuple[float, float], ...]
+
+
+def loss_charts(run: RunRecords) -> list[Chart]:
+    """Training and evaluation loss over steps, and over the time after the first step."""
+    later = after_first_step(run)
+    charts = []
+    for ran, by, unit, axis, heading in (
+        (run, "step", "step", "step", "Loss over steps"),
+        (later, "elapsed_s", "s", "seconds after step 1", "Loss over time"),
+    ):
+        series = [
+            Series("training", points(ran.losses, "loss", by)),
+            Series("evaluation", points(ran.evals, "loss", by)),
+        ]
+        x_floor = 0.0 if ran is later else None
+        charts.append(
+            chart(
+                heading, series, x_unit=unit, x_title=axis, write="{:.4g}".format, x_floor=x_floor
+            )
+        )
+    return _drawn(charts)
+
+
+def speed_charts(run: RunRecords) -> list[Chart]:
+    """Throughput and idle share over steps."""
+    rate = rate_field(run)
+    series = Series(UNITS.get(rate, rate), run.series(rate))
+    idle = Series("all ranks", run.series("idle_share"))
+    return _drawn(
+        [
+            chart(f"Throughput, {series.label}", [series], x_unit="step", write=write_count,
+                  floor=0.0),
+            chart("Idle share, mean of the ranks", [idle], x_unit="step", write=write_share,
+                  floor=0.0),
+        ]
+    )  # fmt: skip
+
+
+def more_charts(run: RunRecords) -> list[Chart]:
+    """Gradient norm, learning rate and loss scale, if the run recorded them."""
+    headings = {"grad_norm": "Gradient norm", "lr": "Learning rate", "loss_scale": "Loss scale"}
+    return _drawn(
+        [
+            chart(heading, [Series(heading, run.series(name))], x_unit="step")
+            for name, heading in headings.items()
+        ]
+    )
+
+
+def other_charts(run: RunRecords) -> list[Chart]:
+    """The metrics of the evaluations, and all other numbers of the steps, such as delays; a line
+    for each element of a list."""
+    charts = [
+        chart(title_of_field(name), [Series("evaluation", series)], x_unit="step")
+        for name, series in metrics_of_evaluations(run).items()
+    ]
+    for name, rows in other_series(run).items():
+        title, _, of = title_of_field(name).partition(", of each ")
+        labels = [title] if len(rows) == 1 else [f"{of or title} {n}" for n in range(len(rows))]
+        drawn = map(_relative, rows) if name == "block_distances" else rows
+        series = [Series(label, row) for label, row in zip(labels, drawn, strict=True)]
+        charts.append(chart(title, series, x_unit="step", floor=0.0))
+    return _drawn(charts)
+
+
+def _relative(points: Points) -> Points:
+    """The numbers in relation to the largest one, as `--freeze plasticity` compares them."""
+    largest = max((y for _, y in points), default=0.0)
+    return tuple((x, y / largest if largest else 0.0) for x, y in points)
+
+
+def _drawn(charts: Sequence[Chart | None]) -> list[Chart]:
+    return [drawn for drawn in charts if drawn is not None]
