@@ -299,15 +299,15 @@ class RankConfig:
         """Milliseconds of one micro-batch on the rank at `position`, even if it does not fit;
         `again`: with recomputation."""
         busy_ms = self._busy_ms(position, sums, again=again)
+        shared_by = self.micro_batches if self.is_asynchronous else self.shared_micro_batches
+        busy_ms = busy_ms + self.sum_gradients_ms(position, sums.param_bytes) / shared_by
         overlaps = self.overlap and self.devices[position].pays_transfers
         return np.maximum(busy_ms, sums.talk_ms) if overlaps else busy_ms
 
     def _busy_ms(self, position: int, sums: StageSums, *, again: Bools | bool) -> Floats:
         """Milliseconds of work and of the transfers that cannot overlap with it."""
         work_ms = sums.work_ms + np.where(again, sums.forward_ms, 0.0)
-        busy_ms = work_ms + sums.talk_ms if self.waits_for_transfers(position) else work_ms
-        shared_by = self.micro_batches if self.is_asynchronous else self.shared_micro_batches
-        return busy_ms + self.sum_gradients_ms(position, sums.param_bytes) / shared_by
+        return work_ms + sums.talk_ms if self.waits_for_transfers(position) else work_ms
 
     def waits_for_transfers(self, position: int) -> bool:
         """Transfers keep the rank busy, so they add to its work."""
@@ -361,6 +361,8 @@ class RankConfig:
           through the stages after it from the first forward on; likewise from the last forward on
           to the last backward. These waits are one if all forwards come before all backwards
         - has at most W micro-batches in flight: ceil(m / W) round trips follow one another
+        - sums its gradients over the replicas after its last backward, while the last one may still
+          go back through the stages before: the longer of the two counts
 
         For schedules that postpone weight gradients or have several stages on a rank, only m load
         counts.
@@ -383,7 +385,8 @@ class RankConfig:
             waits = np.maximum(waits_first, waits_last)
         work_ms = np.where(np.isinf(load_ms), np.inf, self._busy_ms(position, sums, again=again))
         trips = -(-self.shared_micro_batches // (ahead + 1))
-        score_ms: Floats = before_ms + np.maximum(
+        ends_ms = np.maximum(before_ms, self.sum_gradients_ms(position, sums.param_bytes))
+        score_ms: Floats = ends_ms + np.maximum(
             self.shared_micro_batches * work_ms + waits, trips * (work_ms + after_ms)
         )
         return score_ms

@@ -6,7 +6,7 @@ which a search over cuts cannot add up stage by stage. So the method works from 
 - From below. `RankConfig.score_ms` of every stage is a lower bound of the step time, so the largest
   score is a bound for one plan, and the smallest largest score, which a min-max search finds
   exactly, is a bound for all plans. The scores assume that a micro-batch passes one stage after the
-  other; `_side_by_side_ms` bounds the gain of plans with parallel stages.
+  other; `side_by_side_ms` bounds the gain of plans with parallel stages.
 - From above. Candidates are simulated: the plan with the smallest score, the one with the smallest
   bottleneck, and those that carry the fewest bytes among all within a threshold of the smallest
   score, as Alpa (Zheng et al., OSDI 2022, section 5.2) minimizes the sum of stages under a
@@ -114,7 +114,9 @@ def step_bound_ms(problem: Problem, free: Placement) -> float:
     in_a_row_ms = lower_bound_ms(problem, free) - exchanged_ms
     if problem.setting.score_is_load:
         return max(always_ms, in_a_row_ms)
-    return max(always_ms, min(in_a_row_ms, _side_by_side_ms(problem)))
+    total_ms, count = float(problem.least_work_ms.sum()), problem.setting.rounds
+    aside_ms = side_by_side_ms(total_ms, beside_ms(problem), problem.stages, count)
+    return max(always_ms, min(in_a_row_ms, aside_ms))
 
 
 def _unproved(placement: Placement) -> Placement:
@@ -160,15 +162,32 @@ def _is_better(step: Step, other: Step) -> bool:
     return step.step_ms < other.step_ms
 
 
-def _side_by_side_ms(problem: Problem) -> float:
-    """A bound for plans in which some stage needs not wait for the one before it.
+def side_by_side_ms(work_ms: float, beside_ms: float, stages: int, micro_batches: int) -> float:
+    """A bound for plans in which some stage needs not wait for the one before it: it has no more
+    than `beside_ms` of the work.
+
+    With n such stages k - n others have the remaining work W and wait for one another: before_j + m
+    w_j <= T for all of them, so W <= T (1 - (1 - 1 / m) ** (k - n)).
+    """
+    if not beside_ms:
+        return math.inf
+    share = 1 - 1 / micro_batches
+    return min(
+        (
+            max(0.0, work_ms - count * beside_ms) / (1 - share ** (stages - count))
+            for count in range(1, stages)
+        ),
+        default=math.inf,
+    )
+
+
+def beside_ms(problem: Problem) -> float:
+    """The most work of a stage that needs not wait for the one before it.
 
     Such a stage has no group that stands at the same place in every order: of what leads to the
     last group it has no more than a stretch between two of these; and it may have any group that
     leads nowhere, as a view does that each reader makes again. The same holds of the way back,
-    along gradients; a stage without them may have any group that has none. With n
-    such stages k - n others have the remaining work W and wait for one another: before_j + m w_j
-    <= T for all of them, so W <= T (1 - (1 - 1 / m) ** (k - n)).
+    along gradients; a stage without them may have any group that has none.
     """
     costs, least_ms = problem.costs, problem.least_work_ms
     values = [value for value in costs.values if not value.is_exchange]
@@ -180,19 +199,9 @@ def _side_by_side_ms(problem: Problem) -> float:
         for reader in value.readers
     ]
     trained = costs.backward_ms > 0
-    side_ms = max(
+    return max(
         _beside_ms(least_ms, np.ones_like(trained), forwards),
         _beside_ms(least_ms, trained, backwards),
-    )
-    if not side_ms:
-        return float("inf")
-    total_ms, share = float(least_ms.sum()), 1 - 1 / problem.setting.rounds
-    return min(
-        (
-            max(0.0, total_ms - count * side_ms) / (1 - share ** (problem.stages - count))
-            for count in range(1, problem.stages)
-        ),
-        default=float("inf"),
     )
 
 

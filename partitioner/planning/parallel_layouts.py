@@ -7,17 +7,9 @@ rank's parts and the sums. So all bounds and limits apply to it.
 
     devices   t = 1: g0 g1 g2 g3    t = 2: (g0 g1) (g2 g3)    t = 4: (g0 g1 g2 g3)
 
-The shapes of each t are solved in the order of a bound that costs nothing,
-
-    step >= (work + q^(p-1) / m sum) / (1 - q^p)        q = 1 - 1 / m
-
-with m micro-batches for each replica, `work` of one micro-batch in all stages, and `sum`, the
-all-reduce of all gradients over the replicas. For stage j cannot begin before the stages before it,
-nor can these end before it: step >= w_0 + .. + w_(j-1) + m w_j + sum_j for each j, and the weights
-q^(p-1-j) of these inequalities add up to the bound for every division of the work. A schedule that
-postpones weight gradients fills the wait, so for it the mean over the stages is taken, (m work +
-sum) / p. A shape whose bound is above the best step so far is left out, so the bound of all layouts
-is the smallest of the solved and the left-out ones.
+The shapes of each t are solved in the order of a bound that costs nothing (`shape_bounds.py`). A
+shape whose bound is above the best step so far is left out, so the bound of all layouts is the
+smallest of the solved and the left-out ones.
 
 Shards of the optimizer only lower the memory. A shape is solved with the most shards that are
 legal, and then with fewer, and the fewest of those that are as fast are taken. Likewise for tensor
@@ -34,27 +26,24 @@ from types import MappingProxyType
 from typing import Any
 
 import networkx as nx
-import numpy as np
 
 from ...runtime.errors import PlanError
 from ...runtime.formatting import counted, write_share
 from ...runtime.plan.findings import BestLayout, Candidate
 from ...runtime.plan.sharing import GRADIENTS
 from ...runtime.schedule.asynchronous import ASYNCHRONOUS
-from ..graph.cost_graph import costs_of
-from ..graph.costs import Link
 from ..graph.rank_model import Device, RankConfig
 from .choose_devices import DeviceChoice, search_of, shapes
 from .cluster import Cluster
 from .device_layouts import LayoutResult, Search, Shape, shape_name
 from .infeasible import NothingFits
+from .shape_bounds import Totals
 from .solve import QUICK
 
 TIE = 0.01
 _PROVED = 0.01  # a gap to the bound that is small enough
 _MOST_PROVED, _MOST_WORK = 4, 8_000  # shapes for the exact method, and groups x stages of each
 _FEW_DEVICES = 16  # up to this number, layouts that leave devices idle are solved too
-_ONE_BACKWARD = ("gpipe", "1f1b", "seq")  # whose steps begin and end with one micro-batch
 
 
 @dataclass(frozen=True)
@@ -137,7 +126,7 @@ class _OfGraph:
 
     def candidates(self) -> Iterator[tuple[float, str, Shape]]:
         """Schedules and shapes with a bound of their step, rising."""
-        totals, link = _Totals.of(self.graph, self.cluster), self.cluster.fastest_link
+        totals, link = Totals.of(self.graph, self.cluster), self.cluster.fastest_link
         candidates = []
         for order, schedule in enumerate(self.axes.schedules):
             how = self.search(schedule, 0, QUICK).how
@@ -265,46 +254,6 @@ def _may_share(zero: int, shape: Shape) -> bool:
 def _may_run(schedule: str, shape: Shape) -> bool:
     """A single stage has no pipeline, so only one of the schedules is tried."""
     return len(shape) > 1 or schedule in ("1f1b", *ASYNCHRONOUS)
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """A model on the device that is fastest for each of its groups.
-
-    work_ms, heaviest_ms: milliseconds of a micro-batch in all groups, and in the one with the most
-    param_bytes: the bytes of its gradients
-    """
-
-    work_ms: float
-    heaviest_ms: float
-    param_bytes: float
-
-    @classmethod
-    def of(cls, graph: nx.DiGraph, cluster: Cluster) -> _Totals:
-        costs = costs_of(graph)
-        setting = RankConfig(tuple(dict.fromkeys(cluster.devices)))
-        seen = [setting.seen_at(costs, position).work_ms for position in range(setting.stages)]
-        fastest = np.min(seen, axis=0)
-        held = costs.parameter_index.num_bytes
-        return cls(float(fastest.sum()), float(fastest.max(initial=0.0)), float(held.sum()))
-
-    def least_ms(self, setting: RankConfig, shape: Shape, link: Link) -> float:
-        """The bound of the module's docstring over links that are at most as fast as `link`.
-        Asynchronous replicas share every micro-batch.
-        """
-        if setting.is_asynchronous:
-            shared_ms = max(self.work_ms / sum(shape), self.heaviest_ms / max(shape))
-            return setting.micro_batches * shared_ms
-        stages, replicas, count = len(shape), shape[0], setting.shared_micro_batches
-        sums = replace(link, latency_ms=0.0).all_reduce_ms(np.asarray(self.param_bytes), replicas)
-        summing_ms = float(sums) if replicas > 1 else 0.0
-        if setting.schedule in _ONE_BACKWARD:
-            shrinks = 1 - 1 / count
-            share = 1 / (1 - shrinks**stages)
-            mean_ms = share * (self.work_ms + shrinks ** (stages - 1) / count * summing_ms)
-        else:
-            mean_ms = (count * self.work_ms + summing_ms) / stages
-        return max(mean_ms, count * self.heaviest_ms)
 
 
 # --- the number of tensor ranks ---------------------------------------------------------------
