@@ -1,7 +1,8 @@
 """The first phases of a partition: a model -> its graph and the costs of its operations.
 
 A partition captures and profiles one model. Where the number of tensor ranks is to be chosen, it
-does so once for each number: a rank's parts are another graph, measured at their real shapes.
+splits and profiles it for each number: a rank's parts are another graph, measured at their real
+shapes.
 """
 
 from __future__ import annotations
@@ -94,9 +95,10 @@ def in_tensor_groups(job: Compilation) -> Compilation:
     return replace(job, cluster=cluster)
 
 
-def profiled_parts(job: Compilation) -> tuple[Captured, Profile]:
-    """The captured model with the parts of one tensor rank, and their costs."""
-    captured = capture_phase(job)
+def profiled_parts(job: Compilation, known: Capture | None = None) -> tuple[Captured, Profile]:
+    """The captured model with the parts of one tensor rank, and their costs; `known` is the capture
+    if there is one."""
+    captured = capture_phase(job, known)
     with as_one_rank(job, captured):
         return captured, profile_phase(job, captured)
 
@@ -129,10 +131,11 @@ class Captured:
     regions: tuple[Collection[fx.Node], ...] = ()
 
 
-def capture_phase(job: Compilation) -> Captured:
-    """Captures the model and finds the nodes that `cut_at` and `keep_together` name."""
+def capture_phase(job: Compilation, known: Capture | None = None) -> Captured:
+    """Captures the model, if its capture is not `known`, splits it over the tensor ranks, and finds
+    the nodes that `cut_at` and `keep_together` name."""
     options = job.options
-    capture = capture_source(job.source, options)
+    capture = known or capture_source(job.source, options)
     split = SplitModel(capture, capture)
     ranks = options.tensor_ranks
     if ranks > 1:

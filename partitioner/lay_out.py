@@ -1,6 +1,6 @@
 """A partition whose number of tensor ranks is to be chosen -> the same with the fastest layout.
 
-The model is split, captured and profiled for each number of tensor ranks that the hosts have
+The model is captured, and split and profiled for each number of tensor ranks that the hosts have
 devices for. `planning/parallel_layouts.py` compares the layouts.
 """
 
@@ -26,6 +26,7 @@ from .capture_and_profile import (
 )
 from .graph.costs import LOCALHOST
 from .graph.rank_model import Device
+from .load_and_capture import capture_source
 from .planning.choose_devices import DeviceChoice
 from .planning.cluster import ANY_HOST, Cluster, make_setting
 from .planning.compare_methods import ALL
@@ -64,6 +65,7 @@ def laid_out(job: Compilation) -> LaidOut:
     Raises PlanError if no devices are named, and if no layout fits.
     """
     cluster = job.cluster or _equal(job.options)
+    known = capture_source(job.source, job.options)
     profiled: dict[int, Profiled] = {}
     graphs: dict[int, nx.DiGraph] = {}
     solving: dict[int, dict[str, Any]] = {}
@@ -71,7 +73,7 @@ def laid_out(job: Compilation) -> LaidOut:
     for number in cluster.group_sizes:
         try:
             part = _with_tensor_ranks(job, cluster, number)
-            captured, profile = profiled_parts(part)
+            captured, profile = profiled_parts(part, known)
             with as_one_rank(part, captured):
                 graph = cost_graphs(part, captured, profile).of(profile)
             solving[number] = solve_options(part, captured, graph)

@@ -32,8 +32,9 @@ def split_over_ranks(
     `inputs`, so that it can be cut into `stages`. Notes say which layers each rank computes whole,
     and why.
 
-    Changes the graph of `capture`. Raises PlanError if there is no such layer.
+    Raises PlanError if there is no such layer.
     """
+    capture = _with_own_graph(capture)
     derivation = derive(capture, inputs, size, stages)
     notes = tuple(_notes(derivation))
     if not derivation.decisions:
@@ -43,6 +44,26 @@ def split_over_ranks(
             "Leave out --tensor-parallel, or choose a number that divides heads and widths.",
         )
     return rewrite(replace(capture, notes=(*capture.notes, *notes)), derivation)
+
+
+def _with_own_graph(capture: Capture) -> Capture:
+    """The capture with a copy of its graph, to be changed."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in capture.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+
+    def copied(value: Any) -> Any:
+        return fx.node.map_arg(value, copies.__getitem__)
+
+    calls = {
+        call: replace(
+            record,
+            arguments={name: copied(value) for name, value in record.arguments.items()},
+            result=copied(record.result),
+        )
+        for call, record in capture.calls.items()
+    }
+    return replace(capture, graph=graph, calls=calls)
 
 
 def _notes(derivation: Derivation) -> list[str]:

@@ -145,7 +145,7 @@ class Probe:
                 if not split.fits(length, self.size):
                     continue
                 of_ranks = (split.part_shape(whole.shape, r, self.size) for r in range(self.size))
-                if shapes == list(of_ranks) and is_close(split.whole(results), whole):
+                if shapes == list(of_ranks) and _are_parts(results, whole, split):
                     return split
         raise Unplaced("no parts of the whole")
 
@@ -159,10 +159,20 @@ def lie_so(results: Sequence[Any], whole: Any, place: Placement | Summands) -> b
     if not isinstance(whole, Tensor):
         return all(result == whole for result in results)
     if isinstance(place, Split):
-        return is_close(place.whole(results), whole)
+        return _are_parts(results, whole, place)
     if isinstance(place, Summands):
         return is_close(torch.stack(list(results)).sum(0), whole)
     return all(is_close(result, whole) for result in results)
+
+
+def _are_parts(results: Sequence[Tensor], whole: Tensor, place: Split) -> bool:
+    """True if the results of the ranks are the parts of the whole value up to rounding."""
+    parts = [place.part(whole, rank, len(results)) for rank in range(len(results))]
+    pairs = list(zip(results, parts, strict=True))
+    is_alike = all(isinstance(a, Tensor) and a.dtype == b.dtype for a, b in pairs)
+    if is_alike and all(torch.equal(*pair) for pair in pairs):
+        return True
+    return is_close(place.whole(results), whole)
 
 
 def _other(value: Any, draw: int) -> Any:
