@@ -346,41 +346,8 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, (tuple, list))
 
 
-def renamed(
-    graph: fx.Graph, calls: Mapping[ModuleCall, CallRecord]
-) -> tuple[fx.Graph, dict[ModuleCall, CallRecord]]:
-    """A copy of the graph with readable names, and the module calls in terms of it.
-
-    A node is named after the first variable that held its value, else after its module or its
-    function; fx makes the names unique, in program order.
-    """
-    result = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copy = result.create_node(
-            node.op,
-            node.target,
-            fx.node.map_arg(node.args, copies.__getitem__),
-            fx.node.map_arg(node.kwargs, copies.__getitem__),
-            name=_name(node),
-        )
-        if node.op == "placeholder":
-            # fx would rename an input called `input`.
-            copy.name = node.target
-        copy.meta = node.meta
-        copies[node] = copy
-    return result, {call: _moved(record, copies) for call, record in calls.items()}
-
-
-def _moved(record: CallRecord, copies: Mapping[fx.Node, fx.Node]) -> CallRecord:
-    def move(value: Any) -> Any:
-        return fx.node.map_arg(value, copies.get)
-
-    arguments = {name: move(value) for name, value in record.arguments.items()}
-    return CallRecord(record.type_name, record.module_path, arguments, move(record.result))
-
-
-def _name(node: fx.Node) -> str:
+def readable_name(node: fx.Node) -> str:
+    """The first variable that held the value of a node, else its module or its function."""
     hint = node.meta.get("hint")
     if hint:
         return str(hint)
@@ -392,3 +359,37 @@ def _name(node: fx.Node) -> str:
     if node.op == "output":
         return "output"
     return str(getattr(node.target, "__name__", node.target))
+
+
+def renamed(
+    graph: fx.Graph,
+    calls: Mapping[ModuleCall, CallRecord],
+    name: Callable[[fx.Node], str] = readable_name,
+) -> tuple[fx.Graph, dict[ModuleCall, CallRecord]]:
+    """A copy of the graph with other names, and the module calls in terms of it; fx makes the names
+    unique, in program order.
+    """
+    result = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copy = result.create_node(
+            node.op,
+            node.target,
+            fx.node.map_arg(node.args, copies.__getitem__),
+            fx.node.map_arg(node.kwargs, copies.__getitem__),
+            name=name(node),
+        )
+        if node.op == "placeholder":
+            # fx would rename an input called `input`.
+            copy.name = node.target
+        copy.meta = dict(node.meta)
+        copies[node] = copy
+    return result, {call: _moved(record, copies) for call, record in calls.items()}
+
+
+def _moved(record: CallRecord, copies: Mapping[fx.Node, fx.Node]) -> CallRecord:
+    def move(value: Any) -> Any:
+        return fx.node.map_arg(value, copies.get)
+
+    arguments = {name: move(value) for name, value in record.arguments.items()}
+    return CallRecord(record.type_name, record.module_path, arguments, move(record.result))

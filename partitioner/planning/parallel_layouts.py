@@ -42,7 +42,8 @@ from .solve import QUICK
 
 TIE = 0.01
 _PROVED = 0.01  # a gap to the bound that is small enough
-_MOST_PROVED, _MOST_WORK = 4, 8_000  # shapes for the exact method, and groups x stages of each
+_MOST_PROVED = 4  # shapes for the exact method
+_MOST_WORK, _MOST_PROVED_WORK = 8_000, 1_000  # groups x stages for it to find, and to prove
 _FEW_DEVICES = 16  # up to this number, layouts that leave devices idle are solved too
 
 
@@ -170,9 +171,9 @@ class _OfGraph:
                 raise
         return self.solved(schedule, shape, "exact")
 
-    def is_large(self, shape: Shape) -> bool:
+    def is_large(self, shape: Shape, most: int = _MOST_WORK) -> bool:
         """The exact method would take long."""
-        return len(shape) > 1 and len(self.graph) * len(shape) > _MOST_WORK
+        return len(shape) > 1 and len(self.graph) * len(shape) > most
 
     def _with_shards(self, schedule: str, shape: Shape, zero: int, method: str) -> Found:
         search = self.search(schedule, zero, method)
@@ -190,7 +191,8 @@ class _OfGraph:
             at = min(range(len(found)), key=lambda at: found[at].bound_ms)
             weakest, best_ms = found[at], min(each.step_ms for each in found)
             is_close = weakest.bound_ms * (1 + _PROVED) >= best_ms
-            if is_close or weakest.is_proved or self.is_large(weakest.shape):
+            is_large = self.is_large(weakest.shape, _MOST_PROVED_WORK)
+            if is_close or weakest.is_proved or is_large:
                 break
             again = self.solved(weakest.schedule, weakest.shape, "exact")
             faster = min(again, weakest, key=lambda each: each.step_ms)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from torch import fx
 
 from ...runtime.errors import PlanError
 from ..capture import Capture
+from ..capture.bindings import renamed
 from .derive import Derivation, derive
 from .exchanging import has_loss
 from .rewrite import SplitModel, rewrite
@@ -34,7 +36,8 @@ def split_over_ranks(
 
     Raises PlanError if there is no such layer.
     """
-    capture = _with_own_graph(capture)
+    graph, calls = renamed(capture.graph, capture.calls, attrgetter("name"))
+    capture = replace(capture, graph=graph, calls=calls)  # which are changed
     derivation = derive(capture, inputs, size, stages)
     notes = tuple(_notes(derivation))
     if not derivation.decisions:
@@ -44,26 +47,6 @@ def split_over_ranks(
             "Leave out --tensor-parallel, or choose a number that divides heads and widths.",
         )
     return rewrite(replace(capture, notes=(*capture.notes, *notes)), derivation)
-
-
-def _with_own_graph(capture: Capture) -> Capture:
-    """The capture with a copy of its graph, to be changed."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in capture.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-
-    def copied(value: Any) -> Any:
-        return fx.node.map_arg(value, copies.__getitem__)
-
-    calls = {
-        call: replace(
-            record,
-            arguments={name: copied(value) for name, value in record.arguments.items()},
-            result=copied(record.result),
-        )
-        for call, record in capture.calls.items()
-    }
-    return replace(capture, graph=graph, calls=calls)
 
 
 def _notes(derivation: Derivation) -> list[str]:
