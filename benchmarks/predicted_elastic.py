@@ -41,6 +41,7 @@ from asyncpipe.partitioner.capture_and_profile import (
     Captured,
     Compilation,
     capture_phase,
+    load,
     profile_phase,
 )
 from asyncpipe.partitioner.compile import (
@@ -48,7 +49,6 @@ from asyncpipe.partitioner.compile import (
     plan_phase,
 )
 from asyncpipe.partitioner.graph.costs import Link
-from asyncpipe.partitioner.load_and_capture import load
 from asyncpipe.partitioner.output import PhaseTimer
 from asyncpipe.partitioner.phases import frozen, frozen_nodes
 from asyncpipe.partitioner.planning.cluster import ANY_HOST, Cluster, Device

@@ -123,7 +123,7 @@ def with_limits(limits: Mapping[str, Limit]) -> Callable[[type[T]], type[T]]:
 
 
 PRINTING = "Printing"
-COMPARED, SEVERAL = "What to compare", "Several runs"
+COMPARED, SEVERAL = "Methods to compare", "Several runs"
 PANEL = {
     name: Group.create_ordered(name) for name in (COMPARED, *GROUPS, PRINTING, *PANELS, SEVERAL)
 }

@@ -1,10 +1,11 @@
-"""asyncpipe-train: trains a run or a sweep, and writes reports of finished runs."""
+"""asyncpipe-train: trains a run or a sweep, writes reports of runs, and uses trained weights."""
 
 from __future__ import annotations
 
+import json as jsons
 import sys
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,12 +15,12 @@ from cyclopts import Parameter
 from ..runtime.checkpoint.resuming import with_options_of_run
 from ..runtime.config.learning_options import CHECKPOINTS, LOGGING
 from ..runtime.config.option_files import check_code, merged, read_config, settings_from
+from ..runtime.formatting import counted, write_bytes
 from ..runtime.import_path import ISOLATED
 from ..runtime.limits import Choice, ListOf, Text, Whole, bytes_of, flag_of, key_values, path
 from .console import make_console, print_text
 from .options import PANEL, SEVERAL, limited, make_app, option, unwrapped, with_limits
 from .running import REPORTER, usage
-from .trained import export_command, predict_command
 from .training_options import TrainOptions
 
 app = make_app(
@@ -253,5 +254,112 @@ def report_command(
     return 0
 
 
-app.command(predict_command, name="predict")
-app.command(export_command, name="export")
+_SOURCE = path("runs/gpt2_4p/1")
+_FOLDER = path("generated_models/gpt2_4p")
+
+
+@app.command(name="predict")
+@unwrapped
+def predict_command(
+    run: Annotated[Path, limited(_SOURCE, "run")],
+    /,
+    *,
+    data: Annotated[str | None, limited(Text("data", "my_file.py:data"), "data")] = None,
+    split: Literal["train", "evaluation"] | None = None,
+    batch_size: Annotated[int | None, limited(Whole(1, 2**24, 64), "batch_size")] = None,
+    output: Annotated[Path, limited(path("predictions.safetensors"), "output")] = Path(
+        "predictions.safetensors"
+    ),
+    folder: Annotated[Path | None, limited(_FOLDER, "folder")] = None,
+    force: Annotated[bool, Parameter(negative=())] = False,
+    trust: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+) -> int:
+    """Write a trained model's outputs for all samples of data, in their order.
+
+    Runs the stages forward in a process each, in evaluation mode. Samples need no target.
+
+    Parameters
+    ----------
+    run
+        Run, checkpoint, folder of Pipeline.save, or generated folder with weights.
+    data
+        Samples, as my_file.py:function, digits or clusters. [default: the data of the run]
+    split
+        Part of the data. [default: evaluation if the data has such a part, else train]
+    batch_size
+        Samples of a batch. [default: a micro-batch of the plan for each stage]
+    output
+        Safetensors file to write; its tensors have the names of the model's outputs. [default:
+        predictions.safetensors]
+    folder
+        Generated folder of the model. [default: the one that the run names]
+    force
+        Replace an output file that exists.
+    trust
+        Run code of the generated folder and of the run's data that was not made or named here.
+    json
+        Print what was written as one line of JSON.
+    verbose
+        Show the traceback of an error.
+    """
+    from ..runtime.launch.prediction import Prediction, predict
+
+    prediction = Prediction(run, output, data, split, batch_size, folder)
+    predicted = predict(prediction, trust=trust, force=force)
+    if json:
+        print_text(jsons.dumps(asdict(predicted), default=str))
+        return 0
+    console = make_console()
+    for name, (dtype, shape) in predicted.tensors.items():
+        console.print(f"{name}  {dtype} {list(shape)}", markup=False)
+    if left_out := ", ".join(predicted.left_out):
+        console.print(f"left out, without a dimension of samples: {left_out}", markup=False)
+    samples = counted(predicted.samples, "sample")
+    written = f"written  {predicted.output} · {samples} · {predicted.weights}"
+    console.print(written, markup=False)
+    return 0
+
+
+@app.command(name="export")
+@unwrapped
+def export_command(
+    run: Annotated[Path, limited(_SOURCE, "run")],
+    target: Annotated[Path, limited(path("exported/gpt2"), "target")],
+    /,
+    *,
+    folder: Annotated[Path | None, limited(_FOLDER, "folder")] = None,
+    force: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative=())] = False,
+) -> int:
+    """Write trained weights as a folder that from_pretrained of transformers loads.
+
+    Starts no ranks, and runs no code of the generated folder.
+
+    Parameters
+    ----------
+    run
+        Run, checkpoint, folder of Pipeline.save, or generated folder with weights.
+    target
+        Folder to write, new or empty.
+    folder
+        Generated folder of the model. [default: the one that the run names]
+    force
+        Replace the weights and configuration in a folder that is not empty.
+    json
+        Print what was written as one line of JSON.
+    verbose
+        Show the traceback of an error.
+    """
+    from ..runtime.checkpoint.trained import export
+
+    exported = export(run, target, folder=folder, force=force)
+    if json:
+        print_text(jsons.dumps(asdict(exported), default=str))
+        return 0
+    size = f"{counted(exported.tensors, 'tensor')}, {write_bytes(exported.bytes)}"
+    written = f"written  {exported.folder} · {size} · from {exported.weights}"
+    make_console().print(written, markup=False)
+    return 0

@@ -1,12 +1,13 @@
-"""The first phases of a partition: a model -> its graph and the costs of its operations.
+"""The first phases of a partition: options -> a model, its graph and the costs of its operations.
 
-A partition captures and profiles one model. Where the number of tensor ranks is to be chosen, it
-splits and profiles it for each number: a rank's parts are another graph, measured at their real
-shapes.
+A partition captures and profiles one model. To choose the number of tensor ranks, it splits and
+profiles the model for each number, because the parts of a rank are another graph, measured at their
+real shapes.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,16 +17,17 @@ from typing import Any
 import networkx as nx
 from torch import fx, nn
 
+from ..runtime.formatting import write_large_count
 from ..runtime.tensor_parallel.ranks import TensorRanks, reading_loss_alone, using
 from ..runtime.user_code import portable
 from .capture import Capture, read_arguments
+from .capture import capture as capture_model
 from .graph.constraints import Demands, find_demands, groups_to_cut_before
 from .graph.costs import LOCALHOST
 from .graph.rematerialize import Prices, Recomputation
 from .graph.tensor_sums import TensorSums
-from .load_and_capture import capture_source
-from .models.load import ModelSource
-from .output import PhaseTimer, check_target, describe_capture
+from .models.load import ModelSource, load_model
+from .output import OnPhase, PhaseTimer, check_target, describe_capture
 from .planning.cluster import Cluster, check_number
 from .planning.options import PartitionOptions
 from .planning.tensor_groups import link_of_sums
@@ -38,13 +40,13 @@ from .tensor_parallel.sums import sums_of
 
 @dataclass(frozen=True)
 class Compilation:
-    """One partition of a model: what all of its phases read.
+    """The facts of one partition that all of its phases read.
 
     source: the model and its example inputs
     options: the user's options
     cluster: the devices that the plan may use; None for equal ranks
-    ranks: how many ranks the options name, at least one stage on each
-    command: the command that the plan records; "" has it written from the options
+    ranks: the number of ranks in the options, with at least one stage on each
+    command: the command that the plan records; "" to write it from the options
     end_phase: reports the end of a phase
     on_progress: reports progress within a phase
     with_advice: the plan says what other numbers of stages and replicas would give
@@ -203,3 +205,37 @@ def solve_options(job: Compilation, captured: Captured, graph: nx.DiGraph) -> di
         "cut_before": groups_to_cut_before(captured.demands, graph),
         **options.running,
     }
+
+
+def load(spec: str, options: PartitionOptions, on_phase: OnPhase | None) -> ModelSource:
+    """Builds the model that `spec` names, the first phase."""
+    start = time.perf_counter()
+    source = load_model(
+        spec,
+        model_args=options.model_args,
+        micro_batch_size=options.micro_batch_size,
+        seq=options.seq,
+        seed=options.seed,
+        meta=options.meta,
+        pretrained=options.pretrained,
+        inputs=options.inputs,
+    )
+    if on_phase:
+        number = sum(parameter.numel() for parameter in source.model.parameters())
+        detail = f"{spec} · {write_large_count(number)} parameters · weights: {source.weights}"
+        on_phase("load", detail, time.perf_counter() - start, "capture")
+    return source
+
+
+def capture_source(source: ModelSource, options: PartitionOptions) -> Capture:
+    """The graph of the model, not yet compared with it: `verify` compares more."""
+    return capture_model(
+        source.model,
+        source.example_inputs,
+        batch_dim=options.batch_dim,
+        sequence_dim=options.sequence_dim,
+        leaves=options.leaves,
+        check=False,
+        method=options.capture,
+        mode=options.mode,
+    )

@@ -30,13 +30,13 @@ from .capture_and_profile import (
     as_one_rank,
     cost_graphs,
     in_tensor_groups,
+    load,
     profiled_parts,
     solve_options,
 )
 from .codegen import extra_tensors, generate, header_of, render_readme
 from .graph.build import with_copies
 from .lay_out import laid_out
-from .load_and_capture import load
 from .models.load import ModelSource, given_source
 from .output import (
     OnPhase,

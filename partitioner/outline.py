@@ -16,7 +16,7 @@ from typing import Any, Unpack
 from torch import Tensor, fx, nn
 
 from .capture import Capture, ModuleCall
-from .load_and_capture import capture_source, load
+from .capture_and_profile import capture_source, load
 from .models.load import ModelSource, given_source
 from .output import OnPhase, PhaseTimer, describe_capture
 from .planning.keywords import OutlineKeywords

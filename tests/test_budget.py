@@ -36,7 +36,7 @@ EXCEPTIONS = {
     ("partitioner/profile/profiler.py profile", PARAMETERS): _OPTIONS,
     ("runtime/schedule/builders.py make_schedule", PARAMETERS): _OPTIONS,
     ("runtime/executor/executor.py Executor.__init__", PARAMETERS): _OPTIONS,
-    ("commands/trained.py predict_command", PARAMETERS): "the options of a command",
+    ("commands/train.py predict_command", PARAMETERS): "the options of a command",
     ("runtime/reports/charts.py chart", PARAMETERS): "keyword options of a drawing, with defaults",
     ("runtime/training/optimizer_step.py OptimizerStepper.__init__", PARAMETERS): (
         "it joins the parts of a rank, which are made one by one"

@@ -116,7 +116,7 @@ def test_the_options_of_a_run_are_grouped_in_panels() -> None:
     first = {heading: lines[0].split()[0] for heading, lines in found.items()}
     assert first["Schedule and ranks"] == "--schedule"
     assert first["Optimizer and loss"] == "--optimizer"
-    assert next(iter(list(panels(shown("compare")))[2:])) == "What to compare"
+    assert next(iter(list(panels(shown("compare")))[2:])) == "Methods to compare"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -238,8 +238,8 @@ class PartitionOptions:
     zero: int = _plans(
         0,
         Whole(0, 2, 1),
-        "What replicas of a stage share out in the memory and the time of the plan, as --zero of "
-        "asyncpipe-train: 0 nothing, 1 the optimizer's state, 2 gradients too.",
+        "Level of ZeRO in the memory and the time of the plan, as --zero of asyncpipe-train: the "
+        "replicas of a stage share out 0 nothing, 1 the optimizer state, 2 also the gradients.",
     )
     recompute: str = _plans(
         "auto",
@@ -255,13 +255,14 @@ class PartitionOptions:
     elastic: str | None = _writes(
         None,
         Text("lengths of a pipeline", "4,2,1", form(r"[1-9][0-9]{0,3}(,[1-9][0-9]{0,3})+")),
-        "Lengths that the pipeline may have while blocks freeze, such as 4,2,1: also plans what is "
-        "left to train at each number of frozen blocks, for asyncpipe-train --elastic.",
+        "Lengths that the pipeline may have while blocks freeze, such as 4,2,1: also plans the "
+        "rest of the model at each number of frozen blocks, for asyncpipe-train --elastic.",
     )
     freeze: str | None = _writes(
         None,
         Text(FREEZING_RULES, "schedule:1/3", form(FREEZING_FORM)),
-        "With --elastic, the rule by which blocks will freeze: only what it can reach is planned. "
+        "With --elastic, the rule by which blocks will freeze: plans only the numbers of frozen "
+        "blocks that it can reach. "
         "[default: every number of blocks]",
     )
     grow: str = _writes(

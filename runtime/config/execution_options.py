@@ -271,8 +271,8 @@ class ExecutionOptions:
     mpi_memory: str = _launches(
         "auto",
         Choice(("auto", "host", "cuda")),
-        "Memory that --transport mpi takes messages of GPUs from: the GPU's (cuda), or the CPU's, "
-        "to which they are copied (host); auto asks the library.",
+        "Memory that holds the messages of GPUs under --transport mpi: the GPU's, for a CUDA-aware "
+        "MPI (cuda), or copies in the CPU's (host); auto asks the library.",
         on_resume="ignored",
     )
     interface: str | None = _launches(

@@ -202,13 +202,13 @@ class LearningOptions:
         None,
         Number(1e-6, 1e6, 3),
         "Passes over the training data, in place of --steps or --samples: exactly that many times "
-        "its samples, in a last step with fewer samples where whole steps leave some over.",
+        "its samples, with a smaller last step if whole steps leave some samples over.",
     )
     remainder: str | None = _data(
         None,
         Choice(("drop", "proportional")),
-        "What to do with samples of --samples or --epochs that are left over after the last whole "
-        "step: drop them, or train a smaller last step whose gradient counts in proportion "
+        "Use of the samples of --samples or --epochs that are left over after the last whole step: "
+        "drop them, or train a smaller last step whose gradient counts in proportion "
         "(proportional). [default: proportional with --epochs, otherwise drop]",
     )
     optimizer: str | None = _learns(
@@ -331,9 +331,9 @@ class LearningOptions:
     cache: str = _learns(
         NO_CACHE,
         CACHES,
-        "Keep what frozen blocks compute of each sample, instead of computing it each time: at "
-        "most so many bytes on each host (2GiB), or auto for half of the free disk and only while "
-        "loading takes less time than computing (see docs/cache.md).",
+        "Size of the cache for the outputs of frozen blocks, which then run once for each sample: "
+        "a size on each host (2GiB), or auto for half of the free disk and only while loading "
+        "takes less time than computing (see docs/cache.md).",
         changes_losses=False,
     )
     elastic: bool = _learns(
@@ -345,9 +345,9 @@ class LearningOptions:
     grow: str = _learns(
         REPLICAS,
         GROWS,
-        "What grows where a shorter pipeline of --elastic frees processes: replicas, which share "
-        "out the samples of a step; batch, where each replica has as many samples as a first one; "
-        "or off: the processes stay idle.",
+        "Use of the processes that a shorter pipeline of --elastic frees: replicas that share out "
+        "the samples of a step (replicas), replicas with as many samples each as in the first "
+        "phase (batch), or none: the processes stay idle (off).",
     )
     scale_lr: str = _learns(
         "none",
