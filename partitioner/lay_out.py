@@ -19,6 +19,7 @@ from .capture_and_profile import (
     Captured,
     Compilation,
     as_one_rank,
+    capture_source,
     cost_graphs,
     in_tensor_groups,
     profiled_parts,
@@ -26,7 +27,6 @@ from .capture_and_profile import (
 )
 from .graph.costs import LOCALHOST
 from .graph.rank_model import Device
-from .load_and_capture import capture_source
 from .planning.choose_devices import DeviceChoice
 from .planning.cluster import ANY_HOST, Cluster, make_setting
 from .planning.compare_methods import ALL
