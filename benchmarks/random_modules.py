@@ -54,7 +54,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Doubled(torch.autograd.Function):
-    """Its backward is not that of its forward."""
+    """A function whose backward differs from the derivative of its forward."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,7 +1,7 @@
-"""What commands print: plans, comparisons, sweeps, runs that are over, and what a machine has.
+"""The output of commands: plans, comparisons, sweeps, finished runs, and the facts of a machine.
 
-`print_table` prints all tables. `SafeConsole` is a terminal that shows names and texts of others as
-what they are.
+`print_table` prints all tables. `SafeConsole` is a terminal that shows names and texts of others
+unchanged, without markup.
 """
 
 from __future__ import annotations
@@ -272,7 +272,8 @@ def print_plan(console: Console, plan: Plan) -> None:
 
 
 def print_candidates(console: Console, candidates: Sequence[Candidate], chosen: str) -> None:
-    """What each method gave, the one taken in bold; nothing where none were compared."""
+    """Prints the result of each method, with the chosen one in bold; nothing without a
+    comparison."""
     from ..partitioner.report.page import candidate_table
 
     styles = {

@@ -25,7 +25,7 @@ _NO_NAMES = KnownNames({}, {})
 DEFECT = "This is a defect of asyncpipe"
 
 REPORTER = "asyncpipe.commands.run_display:make_reporter"
-"""What shows a run, in the process of its rank 0."""
+"""The reporter of a run, in the process of its rank 0."""
 
 
 def run(app: App) -> int:

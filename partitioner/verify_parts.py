@@ -30,7 +30,7 @@ from .verdict import TOLERANCE, TOLERANCE_IN_DOUBLE, doubled
 
 @dataclass(frozen=True)
 class _Parts:
-    """What one tensor rank computes: outputs, gradients and buffers by stage and name, and its
+    """The results of one tensor rank: outputs, gradients and buffers by stage and name, and its
     splits by stage."""
 
     outputs: Mapping[str, Tensor]
@@ -50,7 +50,7 @@ def compares_gradients(model: nn.Module) -> bool:
 
 
 def compared_text(model: nn.Module, size: int) -> str:
-    """What `verify_parts` compares, for the line of the phase."""
+    """The values that `verify_parts` compares, in words for the line of the phase."""
     what = "" if compares_gradients(model) else "shapes " if is_on_meta(model) else "outputs alone "
     return f"{what}on {size} tensor ranks too"
 

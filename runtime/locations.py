@@ -30,7 +30,7 @@ _PASSING_NAMES = ("Connect", "Timeout", "HTTPClient", "IncompleteRead", "ClientP
 """Parts of the names of transient errors of libraries that are not an OSError."""
 
 _CHANGES = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created")
-"""What file systems call the facts that change with the content of a file."""
+"""The names that file systems give to facts that change with the content of a file."""
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ call            this call alone
 """
 
 OnResume = Literal["reported", "ignored"]
-"""What happens when a resumed run changes the value: it is printed, or nothing is said."""
+"""The reaction to a resumed run that changes the value: a printed line, or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Option:
     scope: Scope = "run"
     """How long it is in force."""
     on_resume: OnResume = "reported"
-    """What happens when a resumed run changes it."""
+    """The reaction to a resumed run that changes it."""
     changes_losses: bool = True
     """The losses of a run depend on it, so comparisons repeat runs that differ in it."""
     compared: bool = False

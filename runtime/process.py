@@ -42,7 +42,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
-"""Those that ask a run to write a checkpoint and end."""
+"""The signals that ask a run to write a checkpoint and end."""
 STOPPED = 128 + signal.SIGTERM
 """The exit code of what was asked so, whatever the signal: the one that batch systems know."""
 

@@ -139,7 +139,7 @@ def known_fields(kind: Any, raw: Any) -> Any:
 
 
 class _Misfit(Exception):
-    """What does not fit at a place within a value."""
+    """An error at a place within a value."""
 
     def __init__(self, place: str, what: str) -> None:
         super().__init__(place, what)

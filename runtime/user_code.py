@@ -317,7 +317,7 @@ def _ways_out_raise() -> Iterator[None]:
 
 
 class _Watched:
-    """What Python reports of the ways out of a process; a hook for that cannot be taken away."""
+    """Watches the ways out of a process with an audit hook, which Python cannot remove."""
 
     report: Callable[[str], None] | None = None
     _has_begun = False

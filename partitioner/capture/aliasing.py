@@ -379,8 +379,8 @@ def make_tables(model: nn.Module, given: Arguments) -> str:
 
 
 def _tables_made(model: nn.Module, given: Arguments) -> list[tuple[nn.Module, str, Tensor]] | None:
-    """What one call makes of the buffers that no checkpoint holds and that have another dtype or
-    shape after it; None if forward raises. The model is restored."""
+    """The buffers without a checkpoint entry whose dtype or shape one call changes, with their new
+    values; None if forward raises. The model is restored."""
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
     tensors = {name: tensor.to(device) for name, tensor in given.tensors.items()}
     buffers = [

@@ -39,7 +39,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 _CALLS = {"model": "partition", "outline": "outline"}
-"""What reads an option -> the function of that name."""
+"""The reader of an option -> the name of its function."""
 
 
 def options_for(call: str, given: Mapping[str, Any]) -> PartitionOptions:

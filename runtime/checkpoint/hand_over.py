@@ -1,8 +1,8 @@
 """The state of all ranks after a step -> the state of ranks with other stages, in memory.
 
-It is a checkpoint that no file has: every rank copies what it would write, and when the ranks have
-their new stages, each tensor is broadcast once, by its name, together with others of its rank; a
-rank keeps those of its own stages.
+It is a checkpoint in memory: every rank copies the tensors that it would write. When the ranks have
+their new stages, each tensor is broadcast once, by its name, together with others of its rank, and
+a rank keeps those of its own stages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MESSAGE_BYTES = 1 << 24
 
 
 class HandOver:
-    """What one rank hands over; `unused` are as for `weights_of`."""
+    """The state that one rank hands over; `unused` are as for `weights_of`."""
 
     def __init__(self, rank: Rank, unused: Mapping[str, Tensor]) -> None:
         weights = weights_of(rank, unused)

@@ -349,7 +349,7 @@ class _Live:
         return median(waited), round(median(stolen), 4)
 
     def others(self) -> Others:
-        """What runs on the ranks' cores while all ranks sleep."""
+        """The use of the ranks' cores while all ranks sleep."""
         session, cpus = self._session, read_binding().cpus
         rows = []
         for _ in range(_WINDOWS):

@@ -152,7 +152,7 @@ class Communicators:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What MPI does while a rank computes.
+    """The progress of MPI while a rank computes.
 
     library: its version; "" if the transport is not MPI.
     level, level_name: the thread level that it was started with.
@@ -370,7 +370,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """What else uses the ranks' cores, for each rank.
+    """The other work on the ranks' cores, for each rank.
 
     hosts: the host of each rank.
     cores: the logical CPUs that the rank may use.

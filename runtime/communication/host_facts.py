@@ -18,7 +18,7 @@ from ..distributed.cpu_affinity import SYS, parse_cpus, read_topology
 from ..process import PROC
 
 PROBE_BYTES = 64 * 1024
-"""What one probe of a folder writes: as much as a few records, and less than any checkpoint."""
+"""The bytes that one probe of a folder writes: a few records, and less than any checkpoint."""
 _PROBES, _LONGEST_S = 7, 3.0
 
 

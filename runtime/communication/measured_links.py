@@ -182,7 +182,7 @@ class Measurement:
         return bool(pairs) and median(pair.hidden for pair in pairs) > _MOSTLY
 
     def _joined(self) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-        """What each link of the file joins, and the pairs of ranks that it stands for."""
+        """The two ends of each link of the file, and the pairs of ranks that it stands for."""
         between: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for first, second in combinations(range(len(self.ranks)), 2):
             hosts = self.ranks[first].host, self.ranks[second].host

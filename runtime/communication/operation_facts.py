@@ -107,7 +107,7 @@ OBJECT = "object"
 """The dtype of operations on objects."""
 
 NEED_TWO = ("send_recv", "sendrecv", "send_recv_threads", "sendrecv_threads", "send_object")
-"""Those that a lone rank does not have."""
+"""The operations that need two ranks."""
 
 NOT_DEFINED = "not defined for this dtype"
 """Why a reduction and a dtype are not tried together."""

@@ -40,9 +40,9 @@ class Factors:
 
 @dataclass(frozen=True)
 class Product:
-    """What one rank has after a product.
+    """The result of a product on one rank.
 
-    result: C; None on a rank that does not have it.
+    result: C; None on a rank without it.
     sent: the bytes that this rank sent of A, B and C.
     """
 

@@ -75,7 +75,7 @@ class RingEvent:
 
 @dataclass(frozen=True, slots=True)
 class RingResult:
-    """What one rank has after a ring all-reduce.
+    """The result of a ring all-reduce on one rank.
 
     tensor: the result, of the shape of the input.
     events: in the order in which they ended.

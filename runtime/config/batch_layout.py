@@ -84,7 +84,7 @@ class StepBatch:
         return cls((*equal, total - sum(equal)), replicas)
 
     def ending_with(self, samples: int, last: int) -> StepBatch:
-        """The same with fewer samples in the step `last`; with 0 it is as all others."""
+        """The same with only `samples` in the step `last`; 0 leaves that step like the others."""
         if not samples:
             return self
         ends = zip(self.sizes, accumulate(self.sizes), strict=True)

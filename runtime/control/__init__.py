@@ -1,1 +1,1 @@
-"""What acts on a run: learning rates, and optimizers, metrics and callbacks of the user's own."""
+"""Learning rates of a run, and the user's own optimizers, metrics and callbacks."""

@@ -48,7 +48,7 @@ class Request:
     lr_factor: float | None = None
 
     def __or__(self, later: Request) -> Request:
-        """What either asks for; a later factor replaces an earlier one."""
+        """Both requests together; a later factor replaces an earlier one."""
         return Request(
             stop=self.stop or later.stop,
             save=self.save or later.save,

@@ -75,7 +75,7 @@ class StageMessage:
 
     @property
     def unit_of_ends(self) -> str:
-        """What `source` and `target` are."""
+        """The kind of `source` and `target`: ranks or stages."""
         return "rank" if self.kind == "message" else "stage"
 
 

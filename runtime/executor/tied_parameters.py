@@ -189,7 +189,7 @@ class SharedGradients:
                     self._summed[own, stage, window] = summed
 
     def _left_over(self, shared: SharedParameter, stage: int, window: int) -> Tensor:
-        """What `_sum` will be, without taking anything away."""
+        """The future result of `_sum`; changes nothing."""
         name = shared.names[0]
         if (name, stage, window) in self._summed:
             return self._summed[name, stage, window]

@@ -92,8 +92,8 @@ def _reads_of(
     depth: int,
     is_whole: bool,
 ) -> StageReads:
-    """What must be known to leave out the frozen blocks of a stage, or all of one that is frozen as
-    a whole, unless it draws random numbers after its blocks. Raises NotCachedError."""
+    """The leaves to cache in order to leave out the frozen blocks of a stage, or the whole stage if
+    it is frozen and draws no random numbers after its blocks. Raises NotCachedError."""
     if is_whole:
         try:
             reads = StageReads(plan, spec, build, blocks, depth, True)

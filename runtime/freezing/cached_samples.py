@@ -25,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Form:
-    """The layout of a tensor, and where it has the values of a sample; None for none."""
+    """The layout of a tensor, and the rows of a sample in it; None for a tensor without samples."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -34,7 +34,7 @@ class Form:
 
     @classmethod
     def of(cls, tensor: Tensor, rows: Rows | None) -> Form:
-        """That of a tensor; overlapping memory has none of its own."""
+        """The layout of a tensor, or of a dense copy if elements of the tensor share memory."""
         return cls(tuple(tensor.shape), torch.empty_like(tensor).stride(), tensor.dtype, rows)
 
     @property
@@ -99,7 +99,7 @@ class Site:
 
     @cached_property
     def offsets(self) -> Mapping[Leaf, int]:
-        """Where the bytes of each tensor begin in those of a sample, for all that have samples."""
+        """The offset of each tensor with samples in the bytes of a sample."""
         offsets, end = {}, 0
         for leaf, form in self.forms.items():
             if form.rows is not None:
@@ -249,8 +249,8 @@ def sample_keys(facts: object, inputs: Inputs, samples: int, scope: str) -> list
 
 
 def orders(samples: int) -> dict[str, list[int]]:
-    """What values may depend on -> samples of a micro-batch in another order that shows whether it
-    is nothing else.
+    """The facts that may decide values -> the samples of a micro-batch in an order that shows
+    whether other facts do, too.
 
     >>> orders(4)
     {'sample': [1, 1, 0, 0], 'place': [0, 0, 2, 2]}

@@ -17,7 +17,7 @@ from itertools import repeat, takewhile
 from typing import Any
 
 Similarities = tuple[float, ...]
-"""Those of a block, row by row; empty if the block has stopped training."""
+"""The similarities of a block's samples, row by row; empty if the block has stopped training."""
 
 CALM = 2
 """The events in a row with a small distance after which a block is done."""

@@ -223,7 +223,7 @@ def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
 
 
 class _Recorded:
-    """What frozen blocks return on fake tensors.
+    """The results of frozen blocks on fake tensors.
 
     calls: the numbers of the blocks, in the order of their calls
     leaves: the tensors that they return

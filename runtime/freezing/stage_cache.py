@@ -293,7 +293,7 @@ class StageCache:
     def _computed(
         self, arguments: tuple[Tensor, ...], call: Call, target: Site
     ) -> dict[Leaf, Tensor]:
-        """What frozen blocks compute of other arguments; nothing else changes."""
+        """The results of frozen blocks for other arguments; nothing else changes."""
         found: dict[Leaf, Tensor] = {}
         end = None if self._reads.outputs else max(self._parts)
         state = GeneratorState(self._device, self._generator_state(), self._spec.draws_numbers)

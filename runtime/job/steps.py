@@ -3,7 +3,7 @@
 JOB/data           the data of a `uri` with mode = "file"
 JOB/devices.toml   the devices of [resources] instances, if their type is known
 JOB/plan           the generated folder
-JOB/made-from.json what the plan was made from
+JOB/made-from.json the command and files that the plan was made from
 JOB/run            the folder of the run, unless [storage] checkpoints names another
 """
 
@@ -56,7 +56,7 @@ class JobFolder:
 
     @property
     def devices_text(self) -> str | None:
-        """What `devices` has to hold; None if the plan is not made for known instances."""
+        """The content of `devices`; None unless the plan is made for known instances."""
         own = self.job.instances
         kind = instance_type(own.type)
         is_given = self.job.distribution.pipeline is not None or _OF_DEVICES & self.job.plan.keys()
@@ -117,7 +117,7 @@ def partition_words(folder: JobFolder) -> list[str]:
 
 
 def made_from(folder: JobFolder) -> dict[str, Any]:
-    """What decides the plan of a job: its command, and the content of the files that it names."""
+    """The facts that decide the plan of a job: its command, and the content of the files in it."""
     name, *words = partition_words(folder)
     places = {word.rpartition(":")[0] if names_object(word) else word for word in words}
     files = {place: Path(place) for place in sorted(places - {str(folder.plan)})}

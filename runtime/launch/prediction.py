@@ -52,14 +52,14 @@ _BUILT_IN = ("digits", "clusters")
 
 @dataclass(frozen=True)
 class Prediction:
-    """What to predict.
+    """The options of a prediction.
 
     source: a run, a checkpoint, a saved pipeline or a generated folder with weights.
     output: the file to write.
     data: as --data of asyncpipe-train; None for the run's own.
     split: train or evaluation samples; None for the evaluation samples if there are any.
     batch_size: the samples of a batch; None for a micro-batch of the plan for each stage.
-    folder: the generated folder, where it is not the one that the run names.
+    folder: the generated folder; None for the one that the run names.
     """
 
     source: Path

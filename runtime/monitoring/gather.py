@@ -255,7 +255,7 @@ _ROUNDS = 8
 
 
 def clock_offset_s(world: World, clock: Callable[[], float] = time.perf_counter) -> float:
-    """What this rank adds to its clock to have that of rank 0; every rank calls it."""
+    """The seconds to add to this rank's clock to get rank 0's. Every rank calls it."""
     hosts = world.gathered(_host())
     if world.control is None:
         return 0.0

@@ -136,7 +136,7 @@ def checks_of_run(run: RunRecords, wait: LinkWait | None = None) -> list[Check]:
 
 
 def _about(cause: str, run: RunRecords, wait: LinkWait | None) -> str:
-    """What else the records say about a cause."""
+    """Further facts of the records about a cause, in words."""
     if cause == "communication":
         words = str(part(run.start, "facts").get("ranks", "")).split(" · ")[1:2]
         if sent := sum(sent_bytes(run).values()):

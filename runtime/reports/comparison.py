@@ -74,7 +74,7 @@ class RunComparison:
 
     @property
     def costs(self) -> tuple[NetworkCost, ...]:
-        """What communication costs, where runs differ in having a network."""
+        """The costs of communication, if runs with and without a network are compared."""
         return network_costs(self.runs, self.names)
 
     @property

@@ -275,7 +275,7 @@ def sent_bytes(run: RunRecords) -> dict[str, float]:
 
 
 def _known_numbers(record: Record, names: Sequence[str]) -> dict[str, float]:
-    """Those of the fields that are numbers."""
+    """The fields whose values are numbers."""
     pairs = ((name, number(record, name)) for name in names)
     return {name: value for name, value in pairs if not math.isnan(value)}
 

@@ -104,7 +104,7 @@ class ModelStrip:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """What joins two stages, in words."""
+    """The tensors that join two stages, in words."""
 
     label: str
     title: str

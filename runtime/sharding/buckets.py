@@ -131,5 +131,5 @@ def make_buckets(
 
 
 def with_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those of the parameters that need a gradient."""
+    """The parameters that need a gradient."""
     return [parameter for parameter in parameters if parameter.requires_grad]

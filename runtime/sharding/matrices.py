@@ -40,11 +40,12 @@ class WholeMatrices:
     ranks: TensorRanks = ONE_RANK
 
     def stepped(self, parameter: Tensor) -> Tensor | None:
-        """What this rank's optimizer steps for a parameter; None if another tensor rank does."""
+        """The tensor that this rank's optimizer steps for a parameter; None on other tensor
+        ranks."""
         return self.own.get(parameter) if parameter in self.owners else parameter
 
     def steps(self, parameter: Tensor) -> bool:
-        """True if this rank's optimizer steps a parameter, or what stands for it."""
+        """True if this rank's optimizer steps a parameter, or the matrix that stands for it."""
         return self.stepped(parameter) is not None
 
     @contextmanager

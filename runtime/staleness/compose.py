@@ -105,7 +105,7 @@ _OTHER_NAMES: Mapping[str, str] = {
     "t1": "pipemare-rate",
     "t2": "pipemare",
 }
-"""What papers and FTPipe's options call a method -> its name here."""
+"""The name of a method in its paper or in FTPipe -> its name here."""
 
 
 @dataclass(frozen=True, slots=True)

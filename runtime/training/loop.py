@@ -231,12 +231,11 @@ class Run:
             self._watch.block_distances = stages.freezing.progress.evidence.distances
 
     def _requested(self, step: int) -> Request:
-        """What callbacks ask for after a step, the same on all ranks, with the learning rate
-        set."""
+        """The requests of callbacks after a step, the same on all ranks; sets the learning rate."""
         if self._config.callbacks is None:
             return Request()
         self._drain(step)
-        with self._activities.during(Activity("meet", "what callbacks ask for")):
+        with self._activities.during(Activity("meet", "the requests of callbacks")):
             request = agreed(self._world, self._callbacks)
         if request.lr_factor is not None:
             self._set_lr_factor(request.lr_factor)

@@ -36,7 +36,7 @@ _ENOUGH = 2 * _LAST
 
 
 def when_measured(config: RunConfig) -> str:
-    """When the schedule of the run is computed again, if it is."""
+    """The step after which the schedule of the run is computed again, in words."""
     if config.steps < _ENOUGH:
         return f"and kept, since the run has fewer than {_ENOUGH} steps"
     return f"and again from measured ones after step {_LAST}"

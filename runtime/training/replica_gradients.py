@@ -267,8 +267,8 @@ def gradient_sums(
 
 
 def describe_statistics(plan: Plan, frozen: Collection[str]) -> str:
-    """What replicas change about the batch norms of a plan that train, all but those whose
-    parameters are frozen; "" without some."""
+    """The effect of replicas on the batch norms of a plan whose parameters train, in words; "" for
+    a plan without such norms."""
     names = (name for stage in plan.stages for name in stage.buffers)
     ends = (name.rpartition(".") for name in names)
     norms = [path for path, _, end in ends if end == "running_mean"]

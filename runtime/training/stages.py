@@ -208,7 +208,7 @@ class TrainedStages:
         self.probe = Probe(lambda number: kept, sizes, kept)
 
     def _similarities(self) -> dict[int, Similarities]:
-        """Those of all observed blocks for the probe. Collective."""
+        """The similarities of all observed blocks for the probe. Collective."""
         freezing, probe = self.freezing, self.probe
         assert freezing is not None and probe is not None
         schedule = forward_schedule(self.plan, self._forward_like, 1)

@@ -1,9 +1,9 @@
-"""What tensor ranks exchange, over a group of torch or over MPI.
+"""The collectives of tensor ranks, over a process group of torch or over MPI.
 
-Where the ranks' tensors are added here, over MPI and in shared memory, that is done in the order of
-the ranks, so all of them get the same bits. The order of MPI's own Allreduce is its library's, and
-MPI has no half-precision numbers. So the ranks exchange bytes: two ranks, or small tensors, in one
-all-gather; otherwise each rank reduces its share of the elements, and these are gathered.
+Over MPI and in shared memory, asyncpipe itself adds the tensors of the ranks, in rank order, so all
+ranks get the same bits. MPI's own Allreduce leaves the order to the library, and MPI has no
+half-precision numbers. So the ranks exchange bytes: two ranks, or small tensors, in one all-gather;
+otherwise each rank reduces its share of the elements, and an all-gather collects the shares.
 """
 
 from __future__ import annotations
