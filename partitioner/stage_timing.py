@@ -30,7 +30,6 @@ from torch import Tensor, fx, nn
 from ..runtime.executor.loading import SkipRandomInit
 from ..runtime.user_code import hashed_name, import_file
 from .capture import Capture
-from .capture.model_state import adopt
 from .codegen import Header, extra_tensors, generate
 from .profile.cache import (
     ProfileCache,
@@ -345,3 +344,20 @@ def _roots(captured: Capture, stage: StageGraph) -> list[str]:
     }
     ends = losses or set(output.all_input_nodes)
     return [_name(node) for node in stage.outputs if node in later | ends and _learns(node)]
+
+
+def adopt(stage: nn.Module, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
+    """Gives the stage the model's own parameters and copies of its buffers and constants."""
+    for name, _ in list(stage.named_parameters(remove_duplicate=False)):
+        path, _, leaf = name.rpartition(".")
+        setattr(stage.get_submodule(path), leaf, model.get_parameter(name))
+    given = {**dict(model.named_buffers(remove_duplicate=False)), **constants}
+    with torch.no_grad():
+        for name, buffer in list(stage.named_buffers()):
+            if name not in given:  # the stage's constructor makes it
+                continue
+            if buffer.shape != given[name].shape:  # a forward has replaced it
+                path, _, leaf = name.rpartition(".")
+                setattr(stage.get_submodule(path), leaf, given[name].clone())
+            else:
+                buffer.copy_(given[name])

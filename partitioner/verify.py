@@ -36,7 +36,6 @@ from .capture.model_state import (
     Noise,
     UnfitNoise,
     WorkingCopies,
-    adopt,
     seed_all,
     state_between_calls,
     unchanged,
@@ -59,6 +58,7 @@ from .capture.sizes import (
     sizes_text,
     smaller_sizes,
 )
+from .stage_timing import adopt
 from .verdict import (
     TOLERANCE,
     TOLERANCE_IN_DOUBLE,

@@ -21,7 +21,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +208,8 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 MOST_BYTES, SMALL = 2**31, 2**20
-_PERIOD = 65_537
+_PERIOD = 32_749  # short enough for operations on one thread, which wait for no other
+_TILE = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(17)).clamp(-3, 3)
 _SHARE, _OF_ZERO, _LARGEST_COPY = 0.1, 0.05, 1e6
 
 
@@ -237,6 +237,7 @@ class WorkingCopies:
 
     def __init__(self, model: nn.Module, noise: Noise, changing: Collection[str] | None) -> None:
         self._noise = noise
+        self._spreads: dict[int, Spread] = {}
         self._parameters = dict(model.named_parameters())
         self._unsaved = {
             f"{path}.{name}" if path else name
@@ -282,7 +283,9 @@ class WorkingCopies:
         is_kept = name in self._unsaved or (self._noise is Noise.PARAMETERS and not is_parameter)
         if self._noise is Noise.NONE or is_kept:
             return own.clone()
-        return moved(own, place, any_sign=is_parameter)
+        if place not in self._spreads and own.is_floating_point() and own.numel():
+            self._spreads[place] = spread_of(own)
+        return moved(own, place, any_sign=is_parameter, spread=self._spreads.get(place))
 
 
 @contextmanager
@@ -302,38 +305,54 @@ def working_copies(
         copies.give_back()
 
 
-def moved(value: Tensor, place: int, *, any_sign: bool = True) -> Tensor:
-    """A copy of `value` with noise that depends on `place`.
+def moved(
+    value: Tensor, place: int, *, any_sign: bool = True, spread: Spread | None = None
+) -> Tensor:
+    """A copy of `value` with noise that depends on `place`; `spread` is that of the value.
 
     If all numbers have one sign they keep it, and zeros among them stay zero; a tensor of zeros
     gets positive numbers, or numbers of any sign. Infinite numbers, and large ones as in masks,
     are unchanged.
     """
-    noisy = value.clone()
+    noisy = value.detach().clone()
     if not value.is_floating_point() or not value.numel():
         return noisy
-    exact = value.detach() if value.dtype == torch.float64 else value.detach().float()
-    numbers = repeated_noise(value.numel(), place).to(exact).view(value.shape)
+    spread, flat = spread or spread_of(value), noisy.reshape(-1)
+    noise = repeated_noise(min(len(flat), _PERIOD), place)
+    for part in flat.split(_PERIOD):
+        exact = _exact(part)
+        part.copy_(_with_noise(exact, noise[: len(part)].to(exact), spread, any_sign))
+    return noisy if noisy.is_contiguous() else noisy.copy_(flat.view(value.shape))
+
+
+Spread = tuple[float, float, float]
+"""The least and the largest of some numbers, and their usual size."""
+
+
+def spread_of(value: Tensor) -> Spread:
+    """The spread of a tensor's numbers; of its usual size those as in masks are no part."""
+    exact = _exact(value.detach())
     low, high = (float(bound) for bound in torch.aminmax(exact.nan_to_num()))
+    usual = torch.where(exact.abs() <= _LARGEST_COPY, exact, 0)
+    return low, high, float(usual.square().mean().sqrt())
+
+
+def _with_noise(exact: Tensor, noise: Tensor, spread: Spread, any_sign: bool) -> Tensor:
+    low, high, usual = spread
     if low == high == 0:
-        other = _OF_ZERO * (numbers if any_sign else numbers.abs())
-    elif low >= 0 or high <= 0:
-        other = exact * (_SHARE * numbers).exp()
-    else:
-        usual = torch.where(exact.abs() <= _LARGEST_COPY, exact, 0)
-        other = exact + _SHARE * usual.square().mean().sqrt() * numbers
-    return noisy.copy_(torch.where(exact.abs() <= _LARGEST_COPY, other, exact))
+        return _OF_ZERO * (noise if any_sign else noise.abs())
+    has_one_sign = low >= 0 or high <= 0
+    other = exact * (_SHARE * noise).exp() if has_one_sign else exact + _SHARE * usual * noise
+    return torch.where(exact.abs() <= _LARGEST_COPY, other, exact)
 
 
-@lru_cache(maxsize=1)
-def _tile() -> Tensor:
-    return torch.randn(_PERIOD, generator=torch.Generator().manual_seed(17)).clamp(-3, 3)
+def _exact(value: Tensor) -> Tensor:
+    return value if value.dtype == torch.float64 else value.float()
 
 
 def repeated_noise(count: int, place: int) -> Tensor:
     """Numbers around zero, repeated, because drawing one for each weight would take long."""
-    tile = _tile().roll(7_919 * place % _PERIOD)
-    return tile.repeat(-(-count // _PERIOD))[:count]
+    return _TILE.roll(7_919 * place % _PERIOD).repeat(-(-count // _PERIOD))[:count]
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -426,20 +445,3 @@ def _line(model: nn.Module, name: str) -> str:
     writes = re.compile(rf"\bself\.{re.escape(attribute)}\b(?:\[.*\])?(?:\s*[-+*/]?=[^=]|\.)")
     writing = [number for number, line in enumerate(lines) if writes.search(line)]
     return f" ({Path(file).name}:{start + writing[-1]})" if writing else ""
-
-
-def adopt(stage: nn.Module, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
-    """Gives the stage the model's own parameters and copies of its buffers and constants."""
-    for name, _ in list(stage.named_parameters(remove_duplicate=False)):
-        path, _, leaf = name.rpartition(".")
-        setattr(stage.get_submodule(path), leaf, model.get_parameter(name))
-    given = {**dict(model.named_buffers(remove_duplicate=False)), **constants}
-    with torch.no_grad():
-        for name, buffer in list(stage.named_buffers()):
-            if name not in given:  # the stage's constructor makes it
-                continue
-            if buffer.shape != given[name].shape:  # a forward has replaced it
-                path, _, leaf = name.rpartition(".")
-                setattr(stage.get_submodule(path), leaf, given[name].clone())
-            else:
-                buffer.copy_(given[name])
