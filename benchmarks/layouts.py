@@ -1,4 +1,5 @@
-"""The layouts that the planner chooses for published hardware, beside those of Megatron-LM.
+"""The layouts that the planner chooses for published hardware, beside those of Megatron-LM and
+nnScaler.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
 (SC 2021): table 1 gives for GPTs of 1.7 B and 3.6 B parameters the tensor ranks and stages that the
@@ -11,31 +12,42 @@ with 51,200 tokens in the vocabulary and sequences of 2,048. Section 5.4.1 names
 layouts of 162.2 B parameters on 64 GPUs: 8 tensor ranks and 8 stages. For the other shapes no
 layout is published for these numbers of GPUs: there the rows show what the planner chooses.
 
-Each GPU is described by its data sheet (`--device a100-80g`, bfloat16), links within a host by
-NVLink's 300 GB/s in one direction, of which 80% are reached, and links between hosts by a network
-card of 200 Gbit/s for each GPU. Nothing here is measured on a GPU.
+nnScaler (examples/llama/README.rst of its repository) trains Llama-3-8B with sequences of 131,072
+tokens on 8 H100 of one host, 4 samples a step, in 41.12 s, measured by its authors. It searches how
+to split the model over the 8 GPUs, without a pipeline; each layer is recomputed, as here
+(`gradient_checkpointing_enable`), and the loss is computed in chunks of 1,024 tokens, which it is
+not here.
+
+Each GPU is described by its data sheet (`--device a100-80g` or `h100`, bfloat16), links within a
+host by NVLink's 300 or 450 GB/s in one direction, of which 80% are reached, and links between hosts
+by a network card of 200 Gbit/s for each GPU. Nothing here is measured on a GPU.
 
 python benchmarks/layouts.py
+python benchmarks/layouts.py --only "3.6 B"      replaces this row of the results
 """
 
 import argparse
+import json
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from machine import write_result
+from machine import RESULTS, write_result
 
-from asyncpipe.partitioner.compile import partition_spec
+from asyncpipe.partitioner.compile import partition_source
 from asyncpipe.partitioner.graph.costs import Link
 from asyncpipe.partitioner.graph.rank_model import Device
+from asyncpipe.partitioner.load_and_capture import load
 from asyncpipe.partitioner.planning.cluster import ANY_HOST, Cluster
 from asyncpipe.partitioner.planning.options import PartitionOptions
 from asyncpipe.partitioner.profile.roofline import device_spec
 from asyncpipe.runtime.errors import PlanError
 
 SEQUENCE, VOCABULARY, A_HOST = 2048, 51200, 8
-GPU = "a100-80g"
-NVLINK = Link(latency_ms=0.01, bytes_per_s=240e9, duplex=2.0)
+NVLINK = {
+    "a100-80g": Link(latency_ms=0.01, bytes_per_s=240e9, duplex=2.0),
+    "h100": Link(latency_ms=0.01, bytes_per_s=360e9, duplex=2.0),
+}
 NETWORK = Link(latency_ms=0.02, bytes_per_s=23e9, duplex=2.0)
 
 
@@ -47,6 +59,10 @@ class Shape:
     micro_batch: samples of a micro-batch
     published: the layout that its authors chose, and where
     teraflops: what they reached on each GPU
+    seconds: the step that they measured, if they give that
+    gpu: the GPUs
+    sequence: tokens of a sample
+    recomputes: the model recomputes each of its layers
     """
 
     name: str
@@ -57,12 +73,16 @@ class Shape:
     micro_batch: int
     published: str = ""
     teraflops: float | None = None
+    seconds: float | None = None
+    gpu: str = "a100-80g"
+    sequence: int = SEQUENCE
+    recomputes: bool = False
 
     @property
     def published_s(self) -> float | None:
-        """Seconds of a step by the formula."""
+        """Seconds of a step, by the formula if only the rate is published."""
         if self.teraflops is None:
-            return None
+            return self.seconds
         layers, width = self.arguments["n_layer"], self.arguments["n_embd"]
         once = 96 * self.samples * SEQUENCE * layers * width**2
         flops = once * (1 + SEQUENCE / (6 * width) + VOCABULARY / (16 * layers * width))
@@ -86,44 +106,57 @@ SHAPES = (
     Shape("Llama 7 B", "llama-7b", {"vocab_size": 32000}, 8, 128, 1),
     Shape("GPT 162.2 B", "gpt2", gpt(32, 20480, 128), 64, 128, 1, "8 stages x 8 tensor ranks"),
     Shape("GPT-3 175 B", "gpt2", gpt(96, 12288, 96), 64, 128, 1),
+    Shape(
+        *("Llama-3 8 B", "llama-8b", {"max_position_embeddings": 131072}, 8, 4, 1),
+        published="nnScaler: 1 stage, split over 8 GPUs",
+        seconds=41.12,
+        gpu="h100",
+        sequence=131072,
+        recomputes=True,
+    ),
 )
 
 
-def cluster(gpus: int) -> Cluster:
-    memory = device_spec(GPU).memory_bytes
-    devices = (Device("A100", memory_bytes=memory, host=f"h{gpu // A_HOST}") for gpu in range(gpus))
-    return Cluster(tuple(devices), {ANY_HOST: NVLINK}, {(ANY_HOST, ANY_HOST): NETWORK})
+def cluster(gpu: str, number: int) -> Cluster:
+    memory = device_spec(gpu).memory_bytes
+    devices = (Device(gpu, memory_bytes=memory, host=f"h{at // A_HOST}") for at in range(number))
+    return Cluster(tuple(devices), {ANY_HOST: NVLINK[gpu]}, {(ANY_HOST, ANY_HOST): NETWORK})
 
 
 def row(shape: Shape) -> dict[str, Any]:
     options = PartitionOptions(
         model_args=shape.arguments,
         meta=True,
-        seq=SEQUENCE,
+        seq=shape.sequence,
         micro_batch_size=shape.micro_batch,
         micro_batches=shape.samples // shape.micro_batch,
-        devices=cluster(shape.gpus),
-        device=GPU,
+        devices=cluster(shape.gpu, shape.gpus),
+        device=shape.gpu,
         dtype="bfloat16",
         schedule="1f1b",
         recompute="auto",
         tensor_parallel="auto",
         stop_after="plan",
     )
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
+    source = load(shape.model, options, None)
+    if shape.recomputes:
+        source.model.gradient_checkpointing_enable()
     try:
-        plan = partition_spec(shape.model, options)
+        plan = partition_source(source, options)
     except PlanError as error:
         return {"name": shape.name, "gpus": shape.gpus, "refused": str(error)}
     return {
         "name": shape.name,
         "gpus": shape.gpus,
+        "gpu": shape.gpu,
         "samples": shape.samples,
         "published": shape.published,
         "published_s": shape.published_s,
         "layouts": [asdict(layout) for layout in plan.layouts],
         "others": [asdict(replace(other, seconds=0.0)) for other in plan.candidates],
         "seconds": time.perf_counter() - started,
+        "cpu_seconds": time.process_time() - used,
     }
 
 
@@ -132,12 +165,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="shapes whose names contain this")
     parser.add_argument("--output", default="layouts", help="name of the results")
     chosen = parser.parse_args()
-    rows = []
+    path = RESULTS / f"{chosen.output}.json"
+    known = json.loads(path.read_text())["shapes"] if chosen.only and path.exists() else []
+    rows = {result["name"]: result for result in known}
     for shape in SHAPES:
         if chosen.only not in shape.name:
             continue
-        result = row(shape)
-        rows.append(result)
+        rows[shape.name] = result = row(shape)
         print(f"{shape.name} on {shape.gpus} GPUs; published: {shape.published or 'nothing'}")
         if shape.published_s:
             print(f"  published step {shape.published_s:.2f} s")
@@ -148,7 +182,8 @@ def main() -> None:
                 f"(bound {bound_s:.2f} s), {layout['peak_bytes'] / 2**30:.0f} GiB; {layout['why']}"
             )
         print(result.get("refused", ""), flush=True)
-        write_result(chosen.output, {"shapes": rows})
+        in_order = [rows[shape.name] for shape in SHAPES if shape.name in rows]
+        write_result(chosen.output, {"shapes": in_order})
 
 
 if __name__ == "__main__":

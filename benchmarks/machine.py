@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+RESULTS = Path(__file__).parent / "results"
+
 
 def describe() -> dict[str, Any]:
     """Processor, cores, memory and versions, without names of hosts or persons."""
@@ -26,7 +28,7 @@ def describe() -> dict[str, Any]:
 
 def write_result(name: str, figures: dict[str, Any]) -> Path:
     """Writes `benchmarks/results/<name>.json` with the machine's description."""
-    path = Path(__file__).parent / "results" / f"{name}.json"
+    path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"machine": describe(), **figures}, indent=1) + "\n")
     return path

@@ -98,6 +98,7 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
         link=link,
         times_on=_times_on(graph, groups),
         update_ms=np.zeros(len(groups)),
+        sums_ms=np.array([node.get("sums_ms", (0.0, 0.0)) for node in nodes], np.float64).T,
         micro_batch_size=graph.graph.get("micro_batch_size"),
     )
 

@@ -176,6 +176,7 @@ class Costs:
     frozen: the parameters that require none
     times_on: forward and backward times of all groups on devices of other kinds
     update_ms: the part of `backward_ms` that is the optimizer's step (`with_updates`)
+    sums_ms: sums over tensor ranks in `forward_ms` and `backward_ms`: rows that no device speeds up
     """
 
     name: str
@@ -199,6 +200,7 @@ class Costs:
     link: Link
     times_on: Mapping[str, tuple[Floats, Floats]]
     update_ms: Floats
+    sums_ms: Floats
     micro_batch_size: int | None = None
     frozen: tuple[SharedBytes, ...] = ()
     duplex: float = 1.0

@@ -425,10 +425,11 @@ class RankConfig:
                 update_ms=costs.update_ms * times_as_long(forward_ms + backward_ms, costs.work_ms),
             )
         elif device.speed != 1.0:
+            forward, backward = costs.sums_ms
             costs = replace(
                 costs,
-                forward_ms=costs.forward_ms / device.speed,
-                backward_ms=costs.backward_ms / device.speed,
+                forward_ms=(costs.forward_ms - forward) / device.speed + forward,
+                backward_ms=(costs.backward_ms - backward) / device.speed + backward,
                 weight_ms=costs.weight_ms / device.speed,
                 update_ms=costs.update_ms / device.speed,
             )

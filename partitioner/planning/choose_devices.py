@@ -28,7 +28,7 @@ from typing import Any
 import networkx as nx
 
 from ...runtime.errors import PlanError
-from ...runtime.formatting import write_ms, write_share
+from ...runtime.formatting import counted, write_ms, write_share
 from ...runtime.plan.findings import Candidate
 from ...runtime.plan.setting import RankSpec
 from ...runtime.plan.sharing import GRADIENTS
@@ -235,7 +235,14 @@ def sentences(choice: DeviceChoice, stages: int | None) -> tuple[str, ...]:
     """Findings on the devices of the stages, for the user; `stages` is the requested number."""
     return tuple(
         filter(
-            None, (_hosts(choice), _order(choice), *_lone(choice), shape_sentence(choice, stages))
+            None,
+            (
+                _left_over(choice.cluster),
+                _hosts(choice),
+                _order(choice),
+                *_lone(choice),
+                shape_sentence(choice, stages),
+            ),
         )
     )
 
@@ -264,6 +271,18 @@ def shape_candidates(choice: DeviceChoice) -> tuple[Candidate, ...]:
     others = [shape for shape in choice.by_shape if shape != choice.layout.shape]
     best = sorted(others, key=lambda shape: choice.by_shape[shape].objective_ms)[:_MOST_SHOWN]
     return tuple(_candidate(choice, choice.by_shape[shape]) for shape in sorted(best))
+
+
+def _left_over(cluster: Cluster) -> str:
+    """The devices that are in no group of tensor ranks, by host."""
+    if not cluster.left_over:
+        return ""
+    idle = " and ".join(
+        f"{counted(number, 'device')} of {host or 'the host'}"
+        for host, number in Counter(cluster.left_over).items()
+    )
+    verb = "stays" if len(cluster.left_over) == 1 else "stay"
+    return f"{idle} {verb} idle: {len(cluster.members[0])} tensor ranks of a stage are on one host"
 
 
 def _hosts(choice: DeviceChoice) -> str:

@@ -49,6 +49,7 @@ class Cluster:
         others
     members, inside: where each device stands for several, which are tensor ranks (`in_groups`):
         their places on the host, and the slowest link among them
+    left_over: the hosts of the devices that are then in no group
     """
 
     devices: tuple[Device, ...]
@@ -58,6 +59,7 @@ class Cluster:
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     members: tuple[tuple[int, ...], ...] = ()
     inside: Link = Link()
+    left_over: tuple[str, ...] = ()
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
@@ -188,6 +190,7 @@ class Cluster:
         if size == 1:
             return self
         groups = self.groups(size)
+        grouped = {index for group in groups for index in group}
         pairs = combinations(range(len(groups)), 2) if self.pairs else ()
         return replace(
             self,
@@ -201,6 +204,9 @@ class Cluster:
             members=tuple(tuple(map(self._place, group)) for group in groups),
             inside=slowest_link(
                 self.link(*pair) for group in groups for pair in combinations(group, 2)
+            ),
+            left_over=tuple(
+                device.host for index, device in enumerate(self.devices) if index not in grouped
             ),
         )
 

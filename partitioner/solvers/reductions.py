@@ -118,6 +118,7 @@ def contracted(costs: Costs, item_of: Ints) -> Costs:
         has_params=parameters,
         times_on={kind: (total(f), total(b)) for kind, (f, b) in costs.times_on.items()},
         update_ms=total(costs.update_ms),
+        sums_ms=np.stack([total(row) for row in costs.sums_ms]),
     )
 
 

@@ -16,8 +16,8 @@ import asyncpipe
 from asyncpipe.partitioner.graph.costs import Link
 from asyncpipe.partitioner.graph.rank_model import Device
 from asyncpipe.partitioner.graph.tensor_sums import with_sums
-from asyncpipe.partitioner.planning.choose_devices import shapes
-from asyncpipe.partitioner.planning.cluster import ANY_HOST, Cluster
+from asyncpipe.partitioner.planning.choose_devices import choose, sentences, shapes
+from asyncpipe.partitioner.planning.cluster import ANY_HOST, Cluster, cluster_of_hosts
 from asyncpipe.partitioner.planning.parallel_layouts import (
     Axes,
     LayoutChoice,
@@ -136,6 +136,14 @@ def test_tensor_ranks_are_on_one_host() -> None:
     specs = choice.devices("auto")
     places = [place for index in specs.layout.devices for place in specs.cluster.places(index)]
     assert sorted(places) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_devices_that_are_left_over_on_a_host_are_named() -> None:
+    on = cluster_of_hosts("a:3,b:2").in_groups(2)
+    choice = choose(layers([4.0] * 4, 2), on, stages=2, schedule="1f1b", micro_batches=4)
+    assert sentences(choice, 2)[0] == (
+        "1 device of a stays idle: 2 tensor ranks of a stage are on one host"
+    )
 
 
 def test_more_devices_are_never_slower() -> None:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import capture
+from asyncpipe.partitioner.graph.cost_graph import costs_of
 from asyncpipe.partitioner.graph.costs import LOCALHOST, Link
 from asyncpipe.partitioner.graph.formats import read_graph, write_graph
+from asyncpipe.partitioner.graph.rank_model import Device, RankConfig
 from asyncpipe.partitioner.graph.tensor_sums import with_sums
 from asyncpipe.partitioner.models.load import load_model
 from asyncpipe.partitioner.planning.cluster import NETWORK, cluster_of_hosts
@@ -31,7 +33,7 @@ SUM_BYTES = 4 * SAMPLES * WIDTH
 
 def test_a_sum_costs_a_ring_over_its_ranks() -> None:
     graph = nx.DiGraph(name="two")
-    graph.add_node("plain", forward_ms=1.0, backward_ms=2.0)
+    graph.add_node("plain", forward_ms=1.0, backward_ms=2.0, times_on={"gpu": (0.5, 1.0)})
     graph.add_node(
         "split",
         forward_ms=1.0,
@@ -51,6 +53,9 @@ def test_a_sum_costs_a_ring_over_its_ranks() -> None:
     assert timed["split"]["forward_ms"] == pytest.approx(1.0 + 2 * once_ms)
     assert timed["split"]["backward_ms"] == pytest.approx(2.0 + once_ms)
     assert timed["split"]["times_on"]["gpu"] == pytest.approx((0.5 + 2 * once_ms, 0.75 + once_ms))
+    slow = RankConfig((Device(speed=0.5),)).seen_at(costs_of(with_sums(graph, 4, link)), 0)
+    assert slow.forward_ms == pytest.approx([2.0, 2.0 + 2 * once_ms])
+    assert slow.backward_ms == pytest.approx([4.0, 4.0 + once_ms])
     assert with_sums(graph, 1, link).nodes["split"]["forward_ms"] == 1.0
     assert graph.nodes["split"]["forward_ms"] == 1.0, "the graph itself is left as it is"
 
