@@ -49,10 +49,10 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
     weight_ms: the part of the backward for weight gradients; by default half of it if the node has
         parameters, or if no node of the graph names any
     times_on: {kind of device: (forward ms, backward ms)}
-    output_bytes: size of its result
+    sums_ms: (forward, backward) of sums over tensor ranks in its times
+    output_bytes, buffer_bytes: sizes of its result and of its buffers
     parameters or param_bytes: {name: bytes} or their sum
-    frozen: {name: bytes} of parameters without gradient, of which a stage has one copy
-    buffer_bytes: size of its buffers
+    frozen: {name: bytes} of parameters without gradient
     saved or saved_bytes: {storage: bytes} kept for backward, or their sum
     saved_as: {tensor: storage that it is in}
     transient_bytes: additional need while it runs; by default `output_bytes`
@@ -63,9 +63,8 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
     Attribute of the graph: `update_ms_per_byte` of parameters in an optimizer step (`solve`).
 
     Attributes of an edge: `tensors` {name: bytes} forward, `grads` {name: bytes} back, and
-    `transfer_ms` {name: ms} if times are known instead of bytes. An edge without `tensors` carries
-    its source's `output_bytes`; without `grads` as many bytes return if the graph has backward
-    times.
+    `transfer_ms` {name: ms} if times are known instead of bytes. Without `tensors` it carries its
+    source's `output_bytes`; without `grads` as many bytes return if the graph has backward times.
 
     Raises PlanError if the graph is empty, has a cycle, or a cost is not a number >= 0.
     """
