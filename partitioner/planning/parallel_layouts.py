@@ -49,7 +49,7 @@ _FEW_DEVICES = 16  # up to this number, layouts that leave devices idle are solv
 
 @dataclass(frozen=True)
 class Axes:
-    """What a search tries.
+    """The alternatives of a search.
 
     schedules: the schedules
     zeros: the stages of ZeRO that the schedules and the optimizer permit, rising
@@ -146,8 +146,8 @@ class _OfGraph:
         return search_of(self.graph, self.cluster, self.axes.stages, method, running)
 
     def solved(self, schedule: str, shape: Shape, method: str) -> Found:
-        """A shape with the fewest shards of those that are as fast. Raises PlanError if it does not
-        fit.
+        """The fastest layout of a shape, with the lowest level of ZeRO among equally fast ones.
+        Raises PlanError if none fits.
         """
         zeros = [zero for zero in self.axes.zeros if _may_share(zero, shape)] or [0]
         most = self._with_shards(schedule, shape, zeros[-1], method)
@@ -266,7 +266,7 @@ class LayoutChoice:
     """The fastest layout of all numbers of tensor ranks.
 
     found: the fastest layout for each number that fits
-    refused: why the others do not
+    refused: the error of each other number
     """
 
     found: Mapping[int, Found]
@@ -278,12 +278,12 @@ class LayoutChoice:
 
     @property
     def bound_ms(self) -> float:
-        """No layout has a shorter step."""
+        """A lower bound of the step of every layout."""
         return min(found.bound_ms for found in self.found.values())
 
     @property
     def why(self) -> str:
-        """What one tensor rank would give, or several if one is best."""
+        """The step with one tensor rank, or with several if one is best, in words."""
         best = self.best
         others = [number for number in self.found if (number > 1) != (best.tensor_parallel > 1)]
         if not others:

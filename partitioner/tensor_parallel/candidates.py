@@ -101,8 +101,8 @@ class Candidates:
         split: Split,
         vectors: Split | Summands | None,
     ) -> Decision | None:
-        """The decision that splits the weights so, and the vectors beside them, such as biases;
-        None if the sizes do not allow it."""
+        """The decision that splits the weights this way, and vectors such as biases like `vectors`;
+        None if the sizes make it impossible."""
         size = self._probe.size
         if not all(
             split.dim < weight.dim() and split.fits(weight.shape[split.dim], size)
@@ -165,7 +165,7 @@ class Candidates:
         return None
 
     def _with_state(self, node: fx.Node, kinds: Collection[Split]) -> Iterator[Decision]:
-        """The ways to split the weights that a node reads beside its parts."""
+        """The ways to split the weights that a node reads in addition to its parts."""
         weights = self.weights(node)
         dims = range(max((weight.dim() for weight in weights.values()), default=0))
         for kind in kinds:
@@ -185,7 +185,7 @@ class Candidates:
     def _with_inputs(
         self, node: fx.Node, places: dict[fx.Node, Placement], kinds: Collection[Split]
     ) -> Iterator[Decision]:
-        """The ways to take a part of one whole input beside the parts."""
+        """The ways to take a part of one whole input in addition to the parts."""
         for source in node.all_input_nodes:
             value = self._probe.run.like(source)
             if source in places or not isinstance(value, Tensor):

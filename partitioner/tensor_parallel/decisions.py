@@ -77,10 +77,10 @@ def moved(decision: Decision, first: fx.Node, node: fx.Node) -> Decision:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a leaf module becomes.
+    """The replacement of a leaf module.
 
     module: the module in its place
-    split: how its parameters and buffers are divided, if its class does not say it
+    split: how its parameters and buffers are divided, unless its class says it
     is_shared: its parameters are whole, and the gradients of the ranks are summed
     """
 

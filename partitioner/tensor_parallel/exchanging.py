@@ -1,7 +1,7 @@
-"""Operations over divided classes whose ranks exchange something within: losses of logits.
+"""Losses of logits, the operations over divided classes in which the ranks exchange values.
 
-Each is written as a call of its split version in `runtime/tensor_parallel`, which is told the
-number of all classes.
+Each is written as a call of its split version in `runtime/tensor_parallel`, with the number of all
+classes as an argument.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which operations of a graph are of one kind: what is found out about one holds for all."""
+"""Finds the operations of a graph that are equal, so that a result for one holds for all."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class _Input:
 class Kinds:
     """The kinds of the nodes of a graph, in the order in which they are computed.
 
-    Nodes are of one kind if they run the same operation with the same arguments, on inputs of
-    floating point of the same layouts and on other inputs that are the same.
+    Two nodes have the same kind if they run the same operation with the same arguments, their
+    floating-point inputs have the same layouts, and their other inputs are the same.
 
     first: the first node of the kind of each node
     """
@@ -46,8 +46,8 @@ class Kinds:
         return first
 
     def _is_single(self, node: fx.Node) -> bool:
-        """True for a node that makes, reads or changes memory that is changed in place, or that is
-        not always run."""
+        """True for a node that makes, reads or changes memory that is changed in place, or that
+        runs only under a condition."""
         storages = node.meta["storages"].union(*(n.meta["storages"] for n in node.all_input_nodes))
         is_decided = "decision" in node.meta or any(r.is_decided for r in node.meta["regions"])
         return is_decided or not (storages | node.meta["mutates"]).isdisjoint(self._changed)
@@ -75,7 +75,7 @@ class Kinds:
         return is_parameter, self.first.get(source) or self._content(source, value)
 
     def _content(self, source: fx.Node, value: Any) -> Any:
-        """What two inputs or tensors of the model that are no numbers of floating point share."""
+        """The facts that equal integer or boolean inputs have in common."""
         if source.op != "get_attr" or value.numel() >= _LARGE:
             return source
         content = b"" if value.is_meta else value.cpu().numpy().tobytes()

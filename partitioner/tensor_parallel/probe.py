@@ -1,7 +1,7 @@
 """Runs single operations of a captured graph on parts of their operands.
 
-The ranks of a layer would each run an operation on their parts. What the results say about the
-operation's whole value is its placement: equal, parts along a dimension, or summands.
+In a split layer, each rank runs an operation on its parts. The placement of the result says how the
+ranks' values make the whole value: they are equal to it, parts along a dimension, or summands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Placement = Split | tuple[Any, ...] | None
 
 
 class Unplaced(Exception):
-    """The results of the ranks are no parts of the value of the whole model."""
+    """The results of the ranks are not parts of the value of the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Probe:
         return [result(TensorRanks(rank, self.size)) for rank in range(self.size)]
 
     def part(self, value: Any, place: Placement, rank: int) -> Any:
-        """What a rank has of a value that lies so."""
+        """The part of a value on a rank, under a placement."""
         if place is None:
             return value
         if isinstance(place, Split):
@@ -117,7 +117,7 @@ class Probe:
 
     def placement(self, results: Sequence[Any], whole: Any, kinds: Collection[Split]) -> Any:
         """How the results of the ranks lie: in parts of one of the `kinds`, whatever their
-        dimension. Raises Unplaced if they do not make the whole value."""
+        dimension. Raises Unplaced if they cannot make the whole value."""
         if isinstance(whole, (tuple, list)):
             if any(len(result) != len(whole) for result in results):
                 raise Unplaced("another number of results")
