@@ -11,6 +11,9 @@ import torch
 import torch._dynamo.utils
 
 from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.executor.loading import load_stage_class, run_stage
+from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.tests.support.models.generated import CASES, cut
 from asyncpipe.tests.support.models.hand_folders import write_mlp
 from asyncpipe.tests.support.oracles.resumed_runs import train
 
@@ -50,6 +53,16 @@ def test_compiled_stages_have_the_numbers_of_plain_ones(
         return [each["loss"] for each in records if each["event"] == "eval"]
 
     assert evaluated(compiled.records) == pytest.approx(evaluated(plain.records), rel=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_generated_stage_is_one_graph(case: str, tmp_path: Path) -> None:
+    plan = read_plan(cut(CASES[case], 2, tmp_path / "cut"))
+    values: dict[str, Any] = dict(CASES[case].example_inputs)
+    for spec in plan.stages:
+        stage = load_stage_class(tmp_path / "cut", spec)()
+        stage.compile(backend="eager", fullgraph=True)  # fails where a graph would break
+        values |= run_stage(spec, stage, values)
 
 
 def test_frozen_blocks_do_not_use_up_the_versions_that_torch_keeps(
