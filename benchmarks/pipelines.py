@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import asyncpipe
+from asyncpipe.runtime.executor.compiled import compile_stage
 from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.instrumented import StepOptimizers
 from asyncpipe.runtime.executor.loading import load_stage
@@ -42,6 +43,7 @@ class Ours:
     staleness: str = "none"
     every: int | None = None
     ahead: str | None = None
+    compiled: bool = False
 
     @property
     def is_async(self) -> bool:
@@ -68,6 +70,7 @@ OURS = {
     "auto, 1 a rank": Ours(AUTO, 1),
     "auto, 2 a rank": Ours(AUTO, 2),
     "auto, 4 a rank": Ours(AUTO, 4),
+    "1f1b, compiled": Ours("1f1b", compiled=True),
     "async-1f1b, stash": Ours("async-1f1b", staleness="stash"),
     "async-1f1b, none": Ours("async-1f1b"),
     "async-1f1b, stash, k = 1": Ours("async-1f1b", staleness="stash", every=1),
@@ -141,6 +144,8 @@ class Configuration:
         )
         own = [stage for stage, at in enumerate(made.rank_of_stage) if at == rank]
         modules = {stage: load_stage(folder, self._plan, stage).train() for stage in own}
+        for module in modules.values() if ours.compiled else ():
+            compile_stage(module)
         self._pipe = Executor(
             self._plan,
             modules,

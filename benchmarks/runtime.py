@@ -37,6 +37,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import gpt
+import llama
 import peers
 import torch
 import torch.distributed as dist
@@ -46,9 +47,11 @@ from pipelines import ASYNC_MICRO_BATCHES, OURS, Planned, build_plans, pipeline
 
 from asyncpipe.runtime.process import keep_freed_memory
 
+FAMILIES = {"gpt": gpt, "llama": llama}
 QUIET = 0.04
 CEILING = "ceiling: independent copies"
 CEILING_K1 = "the same, k = 1"
+CEILING_COMPILED, DDP_COMPILED = "the same, compiled", "DDP, compiled"
 MEMORY_STEPS = 4
 SAME = (("gpipe", "torch GPipe"), ("1f1b", "torch 1F1B"))
 
@@ -61,6 +64,7 @@ class Case:
     micro_batches: int
     micro_batch_size: int = 4
     model: Mapping[str, int] = field(default_factory=dict)
+    family: str = "gpt"
     only: tuple[str, ...] = ()
     """The configurations that are measured; empty for all."""
 
@@ -97,8 +101,20 @@ CASES = {
         ),
     ),
     "gpt-m16": Case(ranks=2, micro_batches=16, only=LEADING),
+    "llama-m8": Case(ranks=2, micro_batches=8, family="llama", only=LEADING),
+    "compiled-m8": Case(
+        ranks=2,
+        micro_batches=8,
+        only=("DDP", DDP_COMPILED, "1f1b", "1f1b, compiled", CEILING_COMPILED),
+    ),
     # Weights are many and samples are few: what data parallelism sends is as much as it computes.
-    "wide-m8": Case(2, 8, 1, {"width": 512, "heads": 16, "vocabulary": 16384}, LEADING),
+    "wide-m8": Case(
+        ranks=2,
+        micro_batches=8,
+        micro_batch_size=1,
+        model={"width": 512, "heads": 16, "vocabulary": 16384},
+        only=LEADING,
+    ),
     # Of processes there are more than cores.
     "four-m16": Case(
         ranks=4,
@@ -111,9 +127,12 @@ CASES = {
 }
 
 
-def build_model(case: Case) -> gpt.GPT:
+def build_model(case: Case, *, compiled: bool = False) -> gpt.GPT:
     torch.manual_seed(0)
-    return gpt.build(**case.model)[0]
+    model: gpt.GPT = FAMILIES[case.family].build(**case.model)[0]
+    if compiled:
+        model.compile()
+    return model
 
 
 def batch_of(case: Case) -> list[dict[str, torch.Tensor]]:
@@ -153,6 +172,13 @@ def turns_of(
     def ceiling() -> Turn:
         return Turn(peers.plain(build_model(case), batch), case.ranks * samples)
 
+    def compiled() -> Turn:
+        return Turn(peers.plain(build_model(case, compiled=True), batch), case.ranks * samples)
+
+    def compiled_parallel() -> Turn:
+        model = build_model(case, compiled=True)
+        return Turn(peers.data_parallel(model, batch, rank, case.ranks), samples)
+
     def alone(threads: int) -> Turn:
         step = peers.plain(build_model(case), batch) if rank == 0 else _nothing
         return Turn(step, samples, threads)
@@ -177,6 +203,8 @@ def turns_of(
         f"plain model, {case.ranks} threads": partial(alone, case.ranks),
         "DDP": data_parallel,
         CEILING_K1: ceiling_k1,
+        CEILING_COMPILED: compiled,
+        DDP_COMPILED: compiled_parallel,
         **{
             name: partial(torchs, name)
             for name in peers.TORCH
@@ -400,7 +428,7 @@ def main() -> None:
     parser.add_argument("--label", help="keep the results of --only under this name")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of speed")
     arguments = parser.parse_args()
-    known = {*OURS, *peers.TORCH, "DDP", CEILING, CEILING_K1}
+    known = {*OURS, *peers.TORCH, "DDP", CEILING, CEILING_K1, CEILING_COMPILED, DDP_COMPILED}
     for name in arguments.only:
         if name not in known and not re.match(r"plain model, \d+ threads?$", name):
             parser.error(f"no configuration {name!r}: {', '.join(sorted(known))}")
