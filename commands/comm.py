@@ -31,8 +31,13 @@ if TYPE_CHECKING:
     from ..runtime.communication.measured_links import Measurement
     from ..runtime.reports.causes import Check
 
-    BenchFlags = DiagnoseFlags = LocalityFlags = MeasureFlags = RankFlags = Any
-    Json = Verbose = bool
+    BenchFlags = Any
+    DiagnoseFlags = Any
+    LocalityFlags = Any
+    MeasureFlags = Any
+    RankFlags = Any
+    Json = bool
+    Verbose = bool
 else:
     BenchFlags = Annotated[flags_of(BenchOptions), Parameter(name="*")]
     DiagnoseFlags = Annotated[flags_of(DiagnoseOptions), Parameter(name="*")]

@@ -319,7 +319,7 @@ def moved(
         return noisy
     spread, flat = spread or spread_of(value), noisy.reshape(-1)
     noise = repeated_noise(min(len(flat), _PERIOD), place)
-    for part in flat.split(_PERIOD):
+    for part in torch.split(flat, _PERIOD):
         exact = _exact(part)
         part.copy_(_with_noise(exact, noise[: len(part)].to(exact), spread, any_sign))
     return noisy if noisy.is_contiguous() else noisy.copy_(flat.view(value.shape))
@@ -330,7 +330,7 @@ Spread = tuple[float, float, float]
 
 
 def spread_of(value: Tensor) -> Spread:
-    """The spread of a tensor's numbers; of its usual size those as in masks are no part."""
+    """The spread of a tensor's numbers. The usual size leaves out the fill values of masks."""
     exact = _exact(value.detach())
     low, high = (float(bound) for bound in torch.aminmax(exact.nan_to_num()))
     usual = torch.where(exact.abs() <= _LARGEST_COPY, exact, 0)

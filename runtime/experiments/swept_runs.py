@@ -196,7 +196,7 @@ def parts_table(runs: Sequence[SweptRun]) -> Table:
 
 
 def advice(runs: Sequence[SweptRun]) -> str:
-    """Which strategy to take and why, in one sentence; "" for fewer than two.
+    """A sentence that recommends a strategy and says why; "" for fewer than two.
 
     >>> def run(name, rate, samples, memory):
     ...     figures = Figures(samples, rate, "samples/s", memory)
