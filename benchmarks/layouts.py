@@ -34,10 +34,10 @@ from typing import Any
 
 from machine import RESULTS, write_result
 
+from asyncpipe.partitioner.capture_and_profile import load
 from asyncpipe.partitioner.compile import partition_source
 from asyncpipe.partitioner.graph.costs import Link
 from asyncpipe.partitioner.graph.rank_model import Device
-from asyncpipe.partitioner.load_and_capture import load
 from asyncpipe.partitioner.planning.cluster import ANY_HOST, Cluster
 from asyncpipe.partitioner.planning.options import PartitionOptions
 from asyncpipe.partitioner.profile.roofline import device_spec

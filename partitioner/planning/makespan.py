@@ -6,7 +6,7 @@ which a search over cuts cannot add up stage by stage. So the method works from 
 - From below. `RankConfig.score_ms` of every stage is a lower bound of the step time, so the largest
   score is a bound for one plan, and the smallest largest score, which a min-max search finds
   exactly, is a bound for all plans. The scores assume that a micro-batch passes one stage after the
-  other; `side_by_side_ms` bounds the gain of plans with parallel stages.
+  other; `StepBounds.beside_ms` bounds the gain of plans with parallel stages.
 - From above. Candidates are simulated: the plan with the smallest score, the one with the smallest
   bottleneck, and those that carry the fewest bytes among all within a threshold of the smallest
   score, as Alpa (Zheng et al., OSDI 2022, section 5.2) minimizes the sum of stages under a
@@ -28,19 +28,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 
 from ...runtime.schedule.builders import AUTO
-from ..graph.costs import Bools, Floats, Ints
-from ..graph.problem import DoesNotFit, Evaluation, Placement, Problem
+from ..graph.costs import Ints
+from ..graph.problem import DoesNotFit, Evaluation, Placement, Problem, evaluate
 from ..solvers.bounds import lower_bound_ms
 from ..solvers.chain import place as place_in_order
+from ..solvers.relaxed_order import relaxed_order_ms
+from .shape_bounds import StepBounds, most_beside_ms
 from .step_time import LITTLE, Step, StepTimer, schedule_of, step_of
-from .transfers import forward_share
 
 MOVES = 1_500
 """Placements that are timed; fewer of over a thousand groups or eight stages."""
@@ -49,8 +50,6 @@ _NEAR = 24  # positions on either side of a boundary that a search for a tidier 
 _THRESHOLDS = (0.01, 0.05)
 _MANY_GROUPS = 3_000  # from this number on no thresholds are tried
 _SCHEDULES = 3  # that are made for what the one before has led to
-
-BoundaryEdge = tuple[int, int]
 
 
 def shortest_step(
@@ -112,11 +111,14 @@ def step_bound_ms(problem: Problem, free: Placement) -> float:
         if value.is_exchange
     )
     in_a_row_ms = lower_bound_ms(problem, free) - exchanged_ms
+    if free.bound_ms is None:
+        score_ms = evaluate(problem, free).score_ms
+        in_a_row_ms = max(in_a_row_ms, relaxed_order_ms(problem, score_ms))
     if problem.setting.score_is_load:
         return max(always_ms, in_a_row_ms)
-    total_ms, count = float(problem.least_work_ms.sum()), problem.setting.rounds
-    aside_ms = side_by_side_ms(total_ms, beside_ms(problem), problem.stages, count)
-    return max(always_ms, min(in_a_row_ms, aside_ms))
+    steps = StepBounds(problem.setting.schedule, problem.stages, problem.setting.rounds)
+    total_ms = float(problem.least_work_ms.sum())
+    return max(always_ms, min(in_a_row_ms, steps.beside_ms(total_ms, most_beside_ms(problem))))
 
 
 def _unproved(placement: Placement) -> Placement:
@@ -160,85 +162,6 @@ def _is_better(step: Step, other: Step) -> bool:
     if step.evaluation.fits != other.evaluation.fits:
         return step.evaluation.fits
     return step.step_ms < other.step_ms
-
-
-def side_by_side_ms(work_ms: float, beside_ms: float, stages: int, micro_batches: int) -> float:
-    """A bound for plans in which some stage needs not wait for the one before it: it has no more
-    than `beside_ms` of the work.
-
-    With n such stages k - n others have the remaining work W and wait for one another: before_j + m
-    w_j <= T for all of them, so W <= T (1 - (1 - 1 / m) ** (k - n)).
-    """
-    if not beside_ms:
-        return math.inf
-    share = 1 - 1 / micro_batches
-    return min(
-        (
-            max(0.0, work_ms - count * beside_ms) / (1 - share ** (stages - count))
-            for count in range(1, stages)
-        ),
-        default=math.inf,
-    )
-
-
-def beside_ms(problem: Problem) -> float:
-    """The most work of a stage that needs not wait for the one before it.
-
-    Such a stage has no group that stands at the same place in every order: of what leads to the
-    last group it has no more than a stretch between two of these; and it may have any group that
-    leads nowhere, as a view does that each reader makes again. The same holds of the way back,
-    along gradients; a stage without them may have any group that has none.
-    """
-    costs, least_ms = problem.costs, problem.least_work_ms
-    values = [value for value in costs.values if not value.is_exchange]
-    forwards = [(v.owner, reader) for v in values for reader in v.readers if v.owner < reader]
-    backwards = [
-        (min(value.owner, reader), max(value.owner, reader))
-        for value in values
-        if forward_share(value, problem) < 1
-        for reader in value.readers
-    ]
-    trained = costs.backward_ms > 0
-    return max(
-        _beside_ms(least_ms, np.ones_like(trained), forwards),
-        _beside_ms(least_ms, trained, backwards),
-    )
-
-
-def _beside_ms(work_ms: Floats, members: Bools, pairs: Sequence[BoundaryEdge]) -> float:
-    """The most work of a stage without a member for which all others wait: a stretch of those that
-    lead to the last one, and every group that leads nowhere or is not a member.
-    """
-    leading = np.zeros_like(members)
-    if members.any():
-        leading[np.flatnonzero(members)[-1]] = True
-    for source, target in sorted(pairs, reverse=True):
-        leading[source] |= leading[target] and members[source]
-    return _longest_stretch_ms(work_ms, leading, pairs) + float(work_ms[~leading].sum())
-
-
-def _longest_stretch_ms(work_ms: Floats, members: Bools, pairs: Iterable[BoundaryEdge]) -> float:
-    """The most work between two adjacent members that are ancestors or descendants of every other
-    member along `pairs`.
-    """
-    positions = np.flatnonzero(members)
-    index = {int(position): number for number, position in enumerate(positions)}
-    count = len(positions)
-    first_reader, last_source = np.full(count, count), np.full(count, -1)
-    for source, target in pairs:
-        if source in index and target in index:
-            a, b = index[source], index[target]
-            first_reader[a] = min(first_reader[a], b)
-            last_source[b] = max(last_source[b], a)
-    longest_ms = stretch_ms = 0.0
-    # All groups before v are its ancestors if each of them has a reader that is not after v.
-    reached = np.concatenate([[-1], np.maximum.accumulate(first_reader)[:-1]])
-    reaching = np.concatenate([np.minimum.accumulate(last_source[::-1])[::-1][1:], [count]])
-    for v, position in enumerate(positions):
-        is_fixed = reached[v] <= v <= reaching[v]
-        stretch_ms = 0.0 if is_fixed else stretch_ms + float(work_ms[position])
-        longest_ms = max(longest_ms, stretch_ms)
-    return longest_ms
 
 
 # --- moving the cuts ------------------------------------------------------------------------

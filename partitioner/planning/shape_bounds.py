@@ -23,25 +23,32 @@ largest w_j is at least W / p.
 
 With fewer micro-batches, and for `seq`, only before_j + m w_j counts: with q = 1 - 1 / m the
 weights q^(p-1-j) give step >= W / (1 - q^p). A schedule that postpones weight gradients fills the
-waits. A stage with a parallel branch of the model need not wait (`side_by_side_ms`). For every
-schedule a rank takes m w_j and the sum of its gradients, so step >= (m W + S) / p, and the heaviest
-group is on one rank.
+waits. For every schedule a rank takes m w_j and the sum of its gradients, so step >= (m W + S) / p,
+and the heaviest group is on one rank.
+
+A stage with nothing but parallel branches of the model need not wait for the one before it. If a
+such stages have as much as they can (`most_beside_ms`), the p - a others have the remaining work
+and wait for one another as above. In 1f1b they run forwards and backwards for the a stages too,
+which takes a off m.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import networkx as nx
 import numpy as np
 
 from ..graph.cost_graph import costs_of
-from ..graph.costs import Link
+from ..graph.costs import Bools, Floats, Link
 from ..graph.problem import Problem, Rules
 from ..graph.rank_model import RankConfig
 from .cluster import Cluster
-from .makespan import beside_ms, side_by_side_ms
+from .transfers import forward_share
+
+_Edge = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class Totals:
         return cls(
             float(work_ms.sum()),
             float(work_ms.max(initial=0.0)),
-            beside_ms(problem),
+            most_beside_ms(problem),
             float(held.sum()),
         )
 
@@ -82,20 +89,107 @@ class Totals:
         stages, replicas, count = len(shape), shape[0], setting.shared_micro_batches
         sums = replace(link, latency_ms=0.0).all_reduce_ms(np.asarray(self.param_bytes), replicas)
         summing_ms = float(sums) if replicas > 1 else 0.0
+        steps = StepBounds(setting.schedule, stages, count)
         return max(
             (count * self.work_ms + summing_ms) / stages,
             min(
-                _with_waits(setting.schedule, stages, count) * self.work_ms,
-                side_by_side_ms(self.work_ms, self.beside_ms, stages, count),
+                steps.factor() * self.work_ms,
+                steps.beside_ms(self.work_ms, self.beside_ms),
             ),
             count * self.heaviest_ms,
         )
 
 
-def _with_waits(schedule: str, stages: int, micro_batches: int) -> float:
-    """The least step of a schedule as a multiple of the work of one micro-batch in all stages."""
-    if schedule == "gpipe" or (schedule == "1f1b" and micro_batches > stages):
-        return (micro_batches + stages - 1) / stages
-    if schedule in ("1f1b", "seq"):
-        return 1 / (1 - (1 - 1 / micro_batches) ** stages)
-    return micro_batches / stages
+@dataclass(frozen=True)
+class StepBounds:
+    """Bounds of the step of a synchronous schedule."""
+
+    schedule: str
+    stages: int
+    micro_batches: int
+
+    def factor(self, beside: int = 0) -> float:
+        """The least step as a multiple of the work of one micro-batch in all stages that wait for
+        one another; `beside` are the others.
+        """
+        waiting, count = self.stages - beside, self.micro_batches
+        if self.schedule == "gpipe":
+            return (count + waiting - 1) / waiting
+        if self.schedule not in ("1f1b", "seq"):
+            return count / self.stages
+        one_backward = 1 / (1 - (1 - 1 / count) ** waiting)
+        if self.schedule == "1f1b" and count > self.stages:
+            return max(one_backward, (count - beside + waiting - 1) / waiting)
+        return one_backward
+
+    def beside_ms(self, work_ms: float, most_ms: float) -> float:
+        """The bound for plans in which some stages need not wait, of at most `most_ms` each."""
+        if not most_ms:
+            return math.inf
+        return min(
+            (
+                self.factor(number) * max(0.0, work_ms - number * most_ms)
+                for number in range(1, self.stages)
+            ),
+            default=math.inf,
+        )
+
+
+def most_beside_ms(problem: Problem) -> float:
+    """The most work of a stage that needs not wait for the one before it.
+
+    Such a stage has no group that stands at the same place in every order: of what leads to the
+    last group it has no more than a stretch between two of these; and it may have any group that
+    leads nowhere, as a view does that each reader makes again. The same holds of the way back,
+    along gradients; a stage without them may have any group that has none.
+    """
+    costs, least_ms = problem.costs, problem.least_work_ms
+    values = [value for value in costs.values if not value.is_exchange]
+    forwards = [(v.owner, reader) for v in values for reader in v.readers if v.owner < reader]
+    backwards = [
+        (min(value.owner, reader), max(value.owner, reader))
+        for value in values
+        if forward_share(value, problem) < 1
+        for reader in value.readers
+    ]
+    trained = costs.backward_ms > 0
+    return max(
+        _beside_ms(least_ms, np.ones_like(trained), forwards),
+        _beside_ms(least_ms, trained, backwards),
+    )
+
+
+def _beside_ms(work_ms: Floats, members: Bools, pairs: Sequence[_Edge]) -> float:
+    """The most work of a stage without a member for which all others wait: a stretch of those that
+    lead to the last one, and every group that leads nowhere or is not a member.
+    """
+    leading = np.zeros_like(members)
+    if members.any():
+        leading[np.flatnonzero(members)[-1]] = True
+    for source, target in sorted(pairs, reverse=True):
+        leading[source] |= leading[target] and members[source]
+    return _longest_stretch_ms(work_ms, leading, pairs) + float(work_ms[~leading].sum())
+
+
+def _longest_stretch_ms(work_ms: Floats, members: Bools, pairs: Iterable[_Edge]) -> float:
+    """The most work between two adjacent members that are ancestors or descendants of every other
+    member along `pairs`.
+    """
+    positions = np.flatnonzero(members)
+    index = {int(position): number for number, position in enumerate(positions)}
+    count = len(positions)
+    first_reader, last_source = np.full(count, count), np.full(count, -1)
+    for source, target in pairs:
+        if source in index and target in index:
+            a, b = index[source], index[target]
+            first_reader[a] = min(first_reader[a], b)
+            last_source[b] = max(last_source[b], a)
+    longest_ms = stretch_ms = 0.0
+    # All groups before v are its ancestors if each of them has a reader that is not after v.
+    reached = np.concatenate([[-1], np.maximum.accumulate(first_reader)[:-1]])
+    reaching = np.concatenate([np.minimum.accumulate(last_source[::-1])[::-1][1:], [count]])
+    for v, position in enumerate(positions):
+        is_fixed = reached[v] <= v <= reaching[v]
+        stretch_ms = 0.0 if is_fixed else stretch_ms + float(work_ms[position])
+        longest_ms = max(longest_ms, stretch_ms)
+    return longest_ms

@@ -84,7 +84,7 @@ def ratios(problem: Problem) -> Floats:
 def _order_ms(problem: Problem, placement: Placement) -> float:
     """The proved optimum of the given order, if it is the only order."""
     proved = placement.order_optimum_ms
-    if proved is None or not problem.rules.may_cut.all() or not all(_is_fixed(problem.costs)):
+    if proved is None or not problem.rules.may_cut.all() or not all(is_fixed(problem.costs)):
         return 0.0
     return proved
 
@@ -109,7 +109,7 @@ def _relaxed_ms(problem: Problem, least_ms: Floats) -> float:
 def _fixed_and_divisible(costs: Costs, least_ms: Floats) -> list[tuple[bool, float]]:
     """The groups in order as (is fixed, ms); adjacent groups that are not fixed are merged."""
     pieces: list[tuple[bool, float]] = []
-    for fixed, work_ms in zip(_is_fixed(costs), least_ms.tolist(), strict=True):
+    for fixed, work_ms in zip(is_fixed(costs), least_ms.tolist(), strict=True):
         if not fixed and pieces and not pieces[-1][0]:
             pieces[-1] = False, pieces[-1][1] + work_ms
         else:
@@ -117,7 +117,7 @@ def _fixed_and_divisible(costs: Costs, least_ms: Floats) -> list[tuple[bool, flo
     return pieces
 
 
-def _is_fixed(costs: Costs) -> list[bool]:
+def is_fixed(costs: Costs) -> list[bool]:
     """For each group: every earlier group is an ancestor and every later one a descendant."""
     num_groups = len(costs.groups)
     before: list[set[int]] = [set() for _ in range(num_groups)]
