@@ -25,6 +25,7 @@ from asyncpipe.runtime.options import options_of
 from asyncpipe.runtime.training.joining import PipelineKeywords
 from asyncpipe.tests.support.models.generated import CASES, cut
 from asyncpipe.tests.support.processes.gloo_ranks import RankError, run_processes
+from asyncpipe.tests.support.processes.quick_python import forked_ranks
 
 Batch = tuple[Tensor, Tensor]
 RATE = 3e-3
@@ -252,16 +253,17 @@ def test_a_stream_has_the_numbers_of_the_command_to_the_last_bit(
     options = usual | {"micro_batch_size": 4, "seed": 4} | options
     (tmp_path / "data.py").write_text(DATA)
     ranks = run_processes(2 * options.get("replicas", 1), trained, str(folder), options, 6)
-    run = asyncpipe.train(
-        folder,
-        data=f"{tmp_path / 'data.py'}:samples",
-        criterion="cross_entropy",
-        steps=6,
-        output=str(tmp_path / "run"),
-        log_every=1,
-        quiet=True,
-        **options,
-    )
+    with forked_ranks():
+        run = asyncpipe.train(
+            folder,
+            data=f"{tmp_path / 'data.py'}:samples",
+            criterion="cross_entropy",
+            steps=6,
+            output=str(tmp_path / "run"),
+            log_every=1,
+            quiet=True,
+            **options,
+        )
     assert all([*run.losses.values()] == own["losses"] for own in ranks)
     written = asyncpipe.load(folder, weights=run.weights).state_dict()
     found = ranks[0]["weights"] | ranks[1]["weights"]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.errors import TransportError
 from asyncpipe.runtime.executor.instrumented import Activities
 from asyncpipe.runtime.executor.observed_transport import ObservedTransport
-from asyncpipe.runtime.launch import launch
 from asyncpipe.runtime.tensor_files import read_tensors
 from asyncpipe.runtime.transports import LocalHub, run_together
 from asyncpipe.runtime.transports.protocol import Channel, peer_is_gone
@@ -41,10 +38,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(
-    folder: Path, output: Path, start: Callable[[Settings, str], Any] = run, **given: Any
-) -> Path:
-    start(exact_settings(folder, output, **({"micro_batches": 2} | given)), FACTORY)
+def train(folder: Path, output: Path, **given: Any) -> Path:
+    run(exact_settings(folder, output, **({"micro_batches": 2} | given)), FACTORY)
     return output
 
 
@@ -172,7 +167,7 @@ def test_several_stages_a_rank_and_backwards_in_two_parts_do_the_same(
 
 def test_each_replica_has_its_own_part_of_an_mpi_world(folders: Path, tmp_path: Path) -> None:
     one = train(folders / "mlp", tmp_path / "one", schedule="single", micro_batches=6)
-    three = train(folders / "mlp", tmp_path / "three", launch.run, replicas=3, transport="mpi")
+    three = train(folders / "mlp", tmp_path / "three", replicas=3, transport="mpi")
     assert_same_training(one, three, PlainMlp())
     (facts,) = events_of(three, "start")
     assert facts["ranks"].startswith("6 processes, 3 replicas of 2 · mpi")

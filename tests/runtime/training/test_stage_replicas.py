@@ -11,7 +11,6 @@ import pytest
 
 from asyncpipe.runtime.config.settings import Settings, SettingsError
 from asyncpipe.runtime.errors import PlanError, ScheduleError
-from asyncpipe.runtime.launch import launch
 from asyncpipe.runtime.launch.launch import schedule_text
 from asyncpipe.runtime.plan.plan import Plan
 from asyncpipe.runtime.plan.trust import remember
@@ -54,8 +53,8 @@ def settings(folder: Path, output: Path, **given: Any) -> Settings:
     return exact_settings(folder, output, **({"micro_batches": 5} | given))
 
 
-def train(folder: Path, output: Path, start: Any = run, **given: Any) -> Path:
-    start(settings(folder, output, **given), FACTORY)
+def train(folder: Path, output: Path, **given: Any) -> Path:
+    run(settings(folder, output, **given), FACTORY)
     return output
 
 
@@ -111,8 +110,7 @@ def test_over_every_transport_it_does(
     folders: Path, tmp_path: Path, name: str, transport: str
 ) -> None:
     one = train(folders / name, tmp_path / "one", schedule="single")
-    start = launch.run if transport == "mpi" else run
-    two = train(folders / name, tmp_path / "two", start, transport=transport, recompute="all")
+    two = train(folders / name, tmp_path / "two", transport=transport, recompute="all")
     assert_same_training(one, two, PlainMlp())
 
 

@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import contextmanager
 from functools import cache
 
 _PRELOADED = (
@@ -54,9 +55,16 @@ def run(settings, reporter: str) -> int:
     """`launch.run`, whose ranks are such processes."""
     from asyncpipe.runtime.launch import launch
 
+    with forked_ranks():
+        return launch.run(settings, reporter)
+
+
+@contextmanager
+def forked_ranks():
+    """The ranks that this process starts in the block are such processes."""
     real, sys.executable = sys.executable, str(bin_folder() / "python")
     try:
-        return launch.run(settings, reporter)
+        yield
     finally:
         sys.executable = real
 
