@@ -15,11 +15,13 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import re
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -28,9 +30,11 @@ from torch import Tensor, fx, nn
 from torch.autograd import Function
 
 from ...runtime.plan.structure import is_named_tuple
-from .fake_inputs import Dynamic
+from .arguments import Arguments
+from .fake_inputs import Dynamic, PinnedSizeError
 from .leaf_modules import LeafRule
 from .model_state import in_mode, is_on_meta, silent, unchanged, without_cache
+from .source_lines import user_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,3 +343,23 @@ def _quiet() -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         yield
+
+
+_PINNED = re.compile(
+    r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a "
+    r"constant \((\d+)\)"
+)
+
+
+def pinned(error: Exception, given: Arguments, dims: Dynamic) -> PinnedSizeError | None:
+    """Dynamo's error for a size that forward fixes at one value; None for any other error."""
+    match = _PINNED.search(str(error))
+    if match is None:
+        return None
+    position, dim, value = map(int, match.groups())
+    symbol = dims[list(given.tensors)[position]][dim]
+    lines = user_lines(str(error)[match.end() :].partition("\n\n  - ")[0])
+    where = f"{Path(lines[-1].file).name}:{lines[-1].line}" if lines else "forward"
+    return PinnedSizeError(
+        symbol, where, value, f"Leave {symbol} out of dynamic=... to fix it at {value}."
+    )

@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -32,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from ...runtime.errors import CaptureError
 from .arguments import Arguments, describe_arguments
 from .leaf_modules import is_constructible, is_importable
-from .source_lines import place, source_text, user_frame_of, user_frames, user_lines
+from .source_lines import place, source_text, user_frame_of, user_frames
 from .values import Size
 
 Dynamic = Mapping[str, Mapping[int, str]]
@@ -124,6 +123,28 @@ class _NamedSizes(ShapeEnv):
         )
 
 
+class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A FakeTensorMode whose cache compares no new entry with its tensor.
+
+    torch makes each result again from its new entry, to see that both have the same dispatch keys.
+    With symbolic sizes this takes as long as the operation itself.
+    """
+
+    _result: Any = None
+
+    def _get_output_info_for_cache_entry(self, *arguments: Any) -> Any:
+        self._result = arguments[-1]
+        try:
+            return super()._get_output_info_for_cache_entry(*arguments)
+        finally:
+            self._result = None
+
+    def _output_from_cache_entry(self, *arguments: Any) -> Any:
+        if self._result is None:
+            return super()._output_from_cache_entry(*arguments)
+        return self._result
+
+
 class FakeWorld:
     """The fake twins of a model's parameters, buffers and inputs.
 
@@ -137,9 +158,7 @@ class FakeWorld:
 
     def __init__(self, model: nn.Module) -> None:
         self.env = _NamedSizes()
-        self.mode = FakeTensorMode(
-            shape_env=self.env, allow_non_fake_inputs=True, static_shapes=True
-        )
+        self.mode = _FakeMode(shape_env=self.env, allow_non_fake_inputs=True, static_shapes=True)
         self.symbols: dict[str, Any] = {}
         self.hints: dict[str, int] = {}
         self.names: dict[int, str] = {}
@@ -413,26 +432,6 @@ def _is_forward(frame: FrameType) -> bool:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
-
-
-_PINNED = re.compile(
-    r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a "
-    r"constant \((\d+)\)"
-)
-
-
-def pinned(error: Exception, given: Arguments, dims: Dynamic) -> PinnedSizeError | None:
-    """Dynamo's error for a size that forward fixes at one value; None for any other error."""
-    match = _PINNED.search(str(error))
-    if match is None:
-        return None
-    position, dim, value = map(int, match.groups())
-    symbol = dims[list(given.tensors)[position]][dim]
-    lines = user_lines(str(error)[match.end() :].partition("\n\n  - ")[0])
-    where = f"{Path(lines[-1].file).name}:{lines[-1].line}" if lines else "forward"
-    return PinnedSizeError(
-        symbol, where, value, f"Leave {symbol} out of dynamic=... to fix it at {value}."
-    )
 
 
 def both(unseen: CaptureError, error: CaptureError) -> CaptureError:

@@ -24,9 +24,9 @@ from ...runtime.errors import CaptureError
 from .arguments import Arguments, plain_structure, verify_result
 from .bindings import renamed
 from .check import check_capture
-from .dynamo import torch_graph
+from .dynamo import pinned, torch_graph
 from .dynamo_lowering import replay
-from .fake_inputs import Dynamic, FakeWorld, RandomDecisionError, explained, pinned
+from .fake_inputs import Dynamic, FakeWorld, RandomDecisionError, explained
 from .graph import Capture, prune, tensor_spec
 from .leaf_modules import FailedTrace, LeafRule
 from .mode_branches import Calls, branched, modes_differ

@@ -75,12 +75,16 @@ class SizeDecisions:
         self.decisions: dict[sympy.Basic, Decision] = {}
         self._world, self._top, self._is_recording = world, top, is_recording
         self._in_call: dict[sympy.Basic, None] | None = None
+        self._conditions: dict[tuple[sympy.Basic, sympy.Basic], sympy.Basic] = {}
 
     def note(self, expression: sympy.Basic, answer: sympy.Basic) -> None:
         """Records a question about sizes and its answer."""
         if self._in_call is None and not self._is_recording():
             return  # A question of the tracer itself.
-        condition = _condition(expression, answer).xreplace(self._world.env.named)
+        condition = self._conditions.get((expression, answer))
+        if condition is None:
+            condition = _condition(expression, answer).xreplace(self._world.env.named)
+            self._conditions[expression, answer] = condition
         if self._in_call is not None:
             self._in_call[condition] = None
         else:
