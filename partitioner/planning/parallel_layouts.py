@@ -33,6 +33,7 @@ from ...runtime.plan.findings import BestLayout, Candidate
 from ...runtime.plan.sharing import GRADIENTS
 from ...runtime.schedule.asynchronous import ASYNCHRONOUS
 from ..graph.rank_model import Device, RankConfig
+from ..solvers.relaxed_order import relaxed_order_ms
 from .choose_devices import DeviceChoice, search_of, shapes
 from .cluster import Cluster
 from .device_layouts import LayoutResult, Search, Shape, shape_name
@@ -42,8 +43,7 @@ from .solve import QUICK
 
 TIE = 0.01
 _PROVED = 0.01  # a gap to the bound that is small enough
-_MOST_PROVED = 4  # shapes for the exact method
-_MOST_WORK, _MOST_PROVED_WORK = 8_000, 1_000  # groups x stages for it to find, and to prove
+_MOST_PROVED, _MOST_WORK = 4, 1_000  # shapes for the exact method, and groups x stages of each
 _FEW_DEVICES = 16  # up to this number, layouts that leave devices idle are solved too
 
 
@@ -166,14 +166,21 @@ class _OfGraph:
         """
         try:
             return self.solved(schedule, shape, QUICK)
-        except PlanError:
-            if len(shape) == 1 or self.is_large(shape):
+        except PlanError as error:
+            if self.is_large(shape) or self.is_impossible(shape, error):
                 raise
         return self.solved(schedule, shape, "exact")
 
-    def is_large(self, shape: Shape, most: int = _MOST_WORK) -> bool:
+    def is_large(self, shape: Shape) -> bool:
         """The exact method would take long."""
-        return len(shape) > 1 and len(self.graph) * len(shape) > most
+        return len(shape) > 1 and len(self.graph) * len(shape) > _MOST_WORK
+
+    def is_impossible(self, shape: Shape, error: PlanError) -> bool:
+        """The shape is refused because nothing fits, whatever the order of the groups."""
+        if not isinstance(error, NothingFits) or len(shape) == 1:
+            return True
+        are_alike = len({(each.kind, each.memory_bytes) for each in self.cluster.devices}) == 1
+        return are_alike and relaxed_order_ms(error.problem, math.inf) == math.inf
 
     def _with_shards(self, schedule: str, shape: Shape, zero: int, method: str) -> Found:
         search = self.search(schedule, zero, method)
@@ -191,8 +198,7 @@ class _OfGraph:
             at = min(range(len(found)), key=lambda at: found[at].bound_ms)
             weakest, best_ms = found[at], min(each.step_ms for each in found)
             is_close = weakest.bound_ms * (1 + _PROVED) >= best_ms
-            is_large = self.is_large(weakest.shape, _MOST_PROVED_WORK)
-            if is_close or weakest.is_proved or is_large:
+            if is_close or weakest.is_proved or self.is_large(weakest.shape):
                 break
             again = self.solved(weakest.schedule, weakest.shape, "exact")
             faster = min(again, weakest, key=lambda each: each.step_ms)
@@ -226,7 +232,7 @@ def best_of(
             found = of_graph.fitting(schedule, shape)
         except PlanError as error:
             refused = refused or error
-            if of_graph.is_large(shape):  # another order of the groups may fit
+            if of_graph.is_large(shape) and not of_graph.is_impossible(shape, error):
                 left_out_ms = min(left_out_ms, least_ms)
             continue
         solved.append(replace(found, bound_ms=max(found.bound_ms, least_ms)))

@@ -15,6 +15,7 @@ counted.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +30,8 @@ _TRANSFERS = ("send_ms", "receive_ms", "sent_bytes", "received_bytes", "root_byt
 
 
 def relaxed_order_ms(problem: Problem, limit_ms: float) -> float:
-    """The bound for plans whose stages wait for one another, or 0 if it is above the limit or no
-    group is fixed. `limit_ms` is the score of some plan.
+    """The bound for plans whose stages wait for one another; inf if no plan at all fits into the
+    memory. 0 if no group is fixed, or if the bound is above the limit, the score of some plan.
     """
     fixed = np.array(is_fixed(problem.costs))
     at = np.flatnonzero(fixed)
@@ -87,7 +88,7 @@ def _first_pieces(pieces: Problem, limit_ms: float) -> Ints:
 def _of_starts(sums: StageSums, chosen: Ints) -> StageSums:
     """The sums for some of the starts, without transfers."""
     values = {each.name: getattr(sums, each.name) for each in fields(sums)}
-    counted = {
+    counted: dict[str, Any] = {
         name: value[chosen] for name, value in values.items() if isinstance(value, np.ndarray)
     }
     return replace(sums, **counted | dict.fromkeys(_TRANSFERS, np.zeros(len(chosen))))

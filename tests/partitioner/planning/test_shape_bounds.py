@@ -16,6 +16,7 @@ from asyncpipe.partitioner.planning.cluster import Cluster
 from asyncpipe.partitioner.planning.shape_bounds import Totals
 from asyncpipe.partitioner.planning.solve import solve
 from asyncpipe.partitioner.planning.step_time import step_of
+from asyncpipe.partitioner.solvers.relaxed_order import relaxed_order_ms
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.tests.support.models.placements import all_ordered, graphs, problem_of
 
@@ -57,6 +58,7 @@ def test_no_plan_of_a_shape_steps_faster_than_its_bounds(
         return
     most_ms = min(fitting_ms) * (1 + 1e-9)
     assert totals(graph, stages).least_ms(setting, (replicas,) * stages, LINK) <= most_ms
+    assert relaxed_order_ms(problem, math.inf) < math.inf
     try:
         solution = solve(graph, stages=stages, method="chain", link=LINK, setting=setting)
     except PlanError:  # another order of the groups may fit
