@@ -2,6 +2,7 @@
 
 probe      runs an operation on the ranks' parts: do the results make the whole value?
 candidates the ways in which an operation might run on parts
+trials     tries them: how an operation runs on parts, or that it does not
 derive     the splits of a model, from the operations in order
 decisions  how an operation runs on parts, and the layer that does it in generated code
 rewrite    the splits -> a graph of split layers and the sums between them
