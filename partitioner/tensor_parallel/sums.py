@@ -6,7 +6,7 @@ The model runs once on tensors without data, for ranks whose collectives only co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,10 @@ class _Counter:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self._add(0.5, self.size * tensor.nbytes / 2)
         return [tensor.clone(memory_format=torch.contiguous_format) for _ in range(self.size)]
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        self._add(0.5, self.size * parts[0].nbytes / 2)
+        return parts[0].clone(memory_format=torch.contiguous_format)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         self._add(0.5, tensor.nbytes / 2)

@@ -40,7 +40,13 @@ def tensor_ranks(
     return TensorRanks(world.tensor_rank, world.tensor_ranks, observed)
 
 
-_VERBS = {"sum": "sum", "max": "take the maximum of", "gather": "gather", "broadcast": "exchange"}
+_VERBS = {
+    "sum": "sum",
+    "max": "take the maximum of",
+    "gather": "gather",
+    "scatter": "sum the parts of",
+    "broadcast": "exchange",
+}
 
 
 @dataclass(frozen=True)
@@ -62,9 +68,14 @@ class _ObservedCollectives:
         with self._waiting("gather", tensor):
             return self.collectives.all_gather(tensor)
 
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """As `Collectives`."""
+        with self._waiting("scatter", parts[0], gives=len(parts)):
+            return self.collectives.reduce_scatter(parts)
+
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """As `Collectives`."""
-        with self._waiting("broadcast", tensor, sends=self.world.tensor_rank == source):
+        with self._waiting("broadcast", tensor, gives=int(self.world.tensor_rank == source)):
             return self.collectives.broadcast(tensor, source)
 
     def close(self) -> None:
@@ -72,10 +83,10 @@ class _ObservedCollectives:
         self.collectives.close()
 
     @contextmanager
-    def _waiting(self, op: str, tensor: Tensor, *, sends: bool = True) -> Iterator[None]:
+    def _waiting(self, op: str, tensor: Tensor, *, gives: int = 1) -> Iterator[None]:
         ranks = self.world.grid.tensor_group_of(self.world.rank)
         others = [rank for rank in ranks if rank != self.world.rank]
-        self.activities.sent[TENSOR_RANKS] += tensor.nbytes if sends else 0
+        self.activities.sent[TENSOR_RANKS] += gives * tensor.nbytes
         with self.activities.during(Activity("exchange", _waits(others, op, tensor))):
             try:
                 yield

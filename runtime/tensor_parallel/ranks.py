@@ -161,6 +161,10 @@ class Collectives(Protocol):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, which have the same shape, by rank: new contiguous tensors."""
 
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum over the ranks of the part that each has for this one: a new contiguous tensor.
+        Each gives one part to each rank, by rank, all of the same shape."""
+
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of the rank `source`; that of the others has its shape and dtype."""
 
@@ -193,6 +197,12 @@ class TensorRanks:
         if self.collectives is None:
             return [tensor.clone(memory_format=torch.contiguous_format) for _ in range(self.size)]
         return self.collectives.all_gather(tensor)
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """As `Collectives`."""
+        if self.collectives is None:
+            return parts[self.rank].clone(memory_format=torch.contiguous_format)
+        return self.collectives.reduce_scatter(parts)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """As `Collectives`."""

@@ -8,7 +8,7 @@ others is an error instead of a hang.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -102,6 +102,10 @@ class _Collectives:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [part.clone() for part in self.ranks.exchange(self.rank, "gather", tensor)]
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        of_ranks = self.ranks.exchange(self.rank, "reduce and scatter", torch.stack(list(parts)))
+        return torch.stack([each[self.rank] for each in of_ranks]).sum(0)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return self.ranks.exchange(self.rank, "broadcast", tensor)[source].clone()

@@ -90,6 +90,13 @@ class GroupCollectives:
         dist.all_gather(parts, own, self._group)
         return parts
 
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """As `Collectives`."""
+        given = [part.detach().contiguous() for part in parts]
+        result = _empty_like(given[0])
+        dist.reduce_scatter(result, given, group=self._group)
+        return result
+
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """As `Collectives`."""
         is_own = dist.get_rank(self._group) == source
@@ -120,11 +127,7 @@ class MpiCollectives:
         if takes_shares(self._ranks, own.nbytes):
             share = -(-len(own) // self._ranks)
             own = torch.nn.functional.pad(own, (0, share * self._ranks - len(own)))
-            received = torch.empty_like(own)
-            self._finish(self._world.Ialltoall(self._bytes(own), self._bytes(received)), own.nbytes)
-            reduced = own.new_empty(share)
-            reduce_in_order(received.chunk(self._ranks), op, reduced)
-            whole = torch.cat(self._gathered(reduced))[: tensor.numel()]
+            whole = torch.cat(self._gathered(self._reduced_share(own, op)))[: tensor.numel()]
         else:
             whole = torch.empty_like(own)
             reduce_in_order(self._gathered(own), op, whole)
@@ -134,6 +137,12 @@ class MpiCollectives:
         """As `Collectives`."""
         parts = self._gathered(tensor.detach().cpu().reshape(-1))
         return [part.view(tensor.shape).to(tensor.device) for part in parts]
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """As `Collectives`."""
+        own = torch.stack([part.detach().cpu() for part in parts])
+        reduced = self._reduced_share(own.view(-1), "sum")
+        return reduced.view(parts[0].shape).to(parts[0].device)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """As `Collectives`."""
@@ -145,6 +154,14 @@ class MpiCollectives:
     def close(self) -> None:
         """Lets go of the communicator. Collective."""
         self._world.Free()
+
+    def _reduced_share(self, own: Tensor, op: Reduction) -> Tensor:
+        """The reduction of this rank's share of the elements, which are as many for each rank."""
+        received = torch.empty_like(own)
+        self._finish(self._world.Ialltoall(self._bytes(own), self._bytes(received)), own.nbytes)
+        reduced = own.new_empty(len(own) // self._ranks)
+        reduce_in_order(received.chunk(self._ranks), op, reduced)
+        return reduced
 
     def _gathered(self, own: Tensor) -> list[Tensor]:
         own = own.contiguous()

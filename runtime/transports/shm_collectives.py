@@ -16,7 +16,7 @@ processes, however they end, and the socket reports a peer that is gone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -77,6 +77,19 @@ class ShmCollectives:
             for result, part in zip(results, parts, strict=True):
                 result.view(-1)[start : start + len(part)].copy_(part)
         return [result.to(tensor.device) for result in results]
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """As `Collectives`."""
+        shape, device = parts[0].shape, parts[0].device
+        flat = [part.detach().reshape(-1) for part in parts]
+        result = torch.empty(shape, dtype=flat[0].dtype)
+        out, most = result.view(-1), PIECE_BYTES // result.element_size() // len(flat)
+        for start in range(0, len(out), most):
+            own = torch.stack([part[start : start + most] for part in flat])
+            for _, pieces in self._exchanged("reduce_scatter", own):
+                shares = [piece.view(own.shape)[self._rank] for piece in pieces]
+                reduce_in_order(shares, "sum", out[start : start + most])
+        return result.to(device)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """As `Collectives`."""

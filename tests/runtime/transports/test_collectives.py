@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from functools import reduce
+from functools import partial, reduce
 
 import pytest
 import torch
@@ -68,9 +68,12 @@ def faults(rank: int, kind: str, ranks: int) -> list[str]:
         own, before = of_ranks[rank], of_ranks[rank].clone()
         summed = reduce(torch.add, map(wide, of_ranks)).to(own.dtype)
         found = group.all_reduce(own)
-        is_sum = torch.allclose(found, summed, rtol=1e-2) if kind == "gloo" else None
-        if not (same_bits(found, summed) if is_sum is None else is_sum):
+        agrees = same_bits if kind != "gloo" else partial(torch.allclose, rtol=1e-2, atol=1e-2)
+        if not agrees(found, summed):
             wrong.append(f"sum of case {number}")
+        share = reduce(torch.add, [wide(each + rank) for each in of_ranks]).to(own.dtype)
+        if not agrees(group.reduce_scatter([own + place for place in range(ranks)]), share):
+            wrong.append(f"share of case {number}")
         if not same_bits(group.all_reduce(own, "max"), reduce(torch.maximum, of_ranks)):
             wrong.append(f"maximum of case {number}")
         gathered = zip(group.all_gather(own), of_ranks, strict=True)
