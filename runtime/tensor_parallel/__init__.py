@@ -20,6 +20,7 @@ from .functions import (
     split_attention,
     split_dropout,
     sum_over_ranks,
+    whole_of,
     whole_output,
 )
 from .layers import (
@@ -70,5 +71,6 @@ __all__ = [
     "splits_of",
     "sum_over_ranks",
     "using",
+    "whole_of",
     "whole_output",
 ]

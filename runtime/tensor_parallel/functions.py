@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ..errors import PlanError
 from .ranks import (
     Groups,
     Split,
@@ -31,16 +32,50 @@ def local(number: int, *, uneven: bool = False) -> int:
     return stop - start
 
 
-def parallel_input(x: Tensor) -> Tensor:
-    """A whole tensor that split layers read: itself; its gradient is summed over the ranks."""
+def parallel_input(x: Tensor, *, sequence: int | None = None) -> Tensor:
+    """A whole tensor that split layers read: itself; its gradient is summed over the ranks.
+
+    sequence: the dimension of the positions of which each rank has a part of `x`: the parts are
+        gathered, and each rank gets its part of the sum of the gradients
+    """
     ranks = current_ranks()
-    return x if ranks.size == 1 else applied(_ParallelInput, x, ranks)
+    if ranks.size == 1:
+        return x
+    if sequence is None:
+        return applied(_ParallelInput, x, ranks)
+    return applied(_ParallelParts, x, Split(sequence), ranks)
 
 
-def sum_over_ranks(x: Tensor) -> Tensor:
-    """The sum of the ranks' summands; each has the gradient of the sum."""
+def sum_over_ranks(x: Tensor, *, sequence: int | None = None) -> Tensor:
+    """The sum of the ranks' summands; each has the gradient of the sum.
+
+    sequence: the dimension of the positions of which each rank keeps a part of the sum; the parts
+        of its gradient are gathered
+    """
     ranks = current_ranks()
-    return x if ranks.size == 1 else applied(_SumOverRanks, x, ranks)
+    if ranks.size == 1:
+        return x
+    if sequence is None:
+        return applied(_SumOverRanks, x, ranks)
+    return applied(_SumInParts, x, _positions(x, sequence, ranks), ranks)
+
+
+def _positions(x: Tensor, dim: int, ranks: TensorRanks) -> Split:
+    """The division of the positions of a tensor. Raises PlanError if they are not divisible."""
+    if x.shape[dim] % ranks.size:
+        raise PlanError(
+            f"{x.shape[dim]} positions cannot be divided over {ranks.size} tensor ranks.",
+            f"Use sequences of a multiple of {ranks.size}, or partition without "
+            "--sequence-parallel.",
+        )
+    return Split(dim)
+
+
+def whole_of(x: Tensor, dim: int) -> Tensor:
+    """The tensor of which each rank has an equal part along `dim`; each part gets its part of the
+    gradient, which is the same on all ranks."""
+    ranks = current_ranks()
+    return x if ranks.size == 1 else applied(_WholeOf, x, Split(dim), ranks)
 
 
 def on_one_rank(x: Tensor) -> Tensor:
@@ -122,7 +157,8 @@ def _mask_part(x: Tensor, p: float, split: Split, ranks: TensorRanks) -> Tensor:
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda place: (-strides[place], place))
     ones = torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device).fill_(1)
-    return split.part(torch.nn.functional.dropout(ones, p, True), ranks.rank, ranks.size)
+    mask = torch.nn.functional.dropout(ones, p, True)
+    return split.part(mask, ranks.rank, ranks.size).clone()  # a view would keep the whole
 
 
 def applied(function: type[Function], *arguments: Any) -> Tensor:
@@ -150,6 +186,28 @@ class _SumOverRanks(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
+
+
+class _ParallelParts(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split, ranks: TensorRanks) -> Tensor:
+        ctx.split, ctx.ranks = split, ranks
+        return gathered(x, split.whole_shape(x.shape, ranks.size), split, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.ranks.reduce_scatter(_parts(gradients[0], ctx.split, ctx.ranks)), None, None
+
+
+class _SumInParts(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split, ranks: TensorRanks) -> Tensor:
+        ctx.split, ctx.ranks, ctx.shape = split, ranks, x.shape
+        return ranks.reduce_scatter(_parts(x, split, ranks))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gathered(gradients[0], ctx.shape, ctx.split, ctx.ranks), None, None
 
 
 class _OnOneRank(Function):
@@ -182,6 +240,11 @@ class _WholeOf(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return ctx.split.part(gradients[0], ctx.ranks.rank, ctx.ranks.size), None, None
+
+
+def _parts(whole: Tensor, split: Split, ranks: TensorRanks) -> list[Tensor]:
+    """The parts of all ranks, by rank."""
+    return [split.part(whole, rank, ranks.size) for rank in range(ranks.size)]
 
 
 def gathered(part: Tensor, shape: Sequence[int], split: Split, ranks: TensorRanks) -> Tensor:

@@ -62,16 +62,35 @@ class RowLinear(_SplitLinear):
     has a summand of the product, and the sum, by one all-reduce, is whole on all of them.
 
     groups: the blocks of the input that are each split: how many equal ones, or the widths of all
+    sequence: the dimension of the positions of which each rank keeps a part of the sum
     """
 
     split_dim = 1
 
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        groups: Groups = 1,
+        uneven: bool = False,
+        sequence: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        options: dict[str, Any] = {"groups": groups, "uneven": uneven, "dtype": dtype}
+        super().__init__(in_features, out_features, bias, **options)
+        self.sequence = sequence
+
     def forward(self, input: Tensor) -> Tensor:
-        """The product of the whole input, `[..., out_features]`."""
+        """The product of the whole input, `[..., out_features]`, or this rank's part of it."""
         if current_ranks().size == 1:
             return super().forward(input)
-        product = sum_over_ranks(nn.functional.linear(input, self.weight))
-        return product if self.bias is None else product + self.bias
+        summand = nn.functional.linear(input, self.weight)
+        product = sum_over_ranks(summand, sequence=self.sequence)
+        if self.bias is None:
+            return product
+        return product + (self.bias if self.sequence is None else parallel_input(self.bias))
 
 
 class ColumnConv(nn.modules.conv._ConvNd):

@@ -20,7 +20,10 @@ from .ranks import TensorRanks, current_ranks, mark_split, split_of_length, unev
 
 
 class VocabEmbedding(nn.Embedding):
-    """An `nn.Embedding(num_embeddings, embedding_dim)` whose words are divided over the ranks."""
+    """An `nn.Embedding(num_embeddings, embedding_dim)` whose words are divided over the ranks.
+
+    sequence: the dimension of the positions of which each rank keeps a part of the embeddings
+    """
 
     def __init__(
         self,
@@ -28,9 +31,11 @@ class VocabEmbedding(nn.Embedding):
         embedding_dim: int,
         padding_idx: int | None = None,
         *,
+        sequence: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(local(num_embeddings, uneven=True), embedding_dim, dtype=dtype)
+        self.sequence = sequence
         self.num_embeddings = num_embeddings
         if padding_idx is not None and padding_idx < 0:
             padding_idx += num_embeddings
@@ -38,7 +43,7 @@ class VocabEmbedding(nn.Embedding):
         mark_split(self.weight, split_of_length(0, num_embeddings, current_ranks().size))
 
     def forward(self, input: Tensor) -> Tensor:
-        """The embeddings of the words, `[..., embedding_dim]`."""
+        """The embeddings of the words, `[..., embedding_dim]`, or this rank's part of them."""
         ranks = current_ranks()
         if ranks.size == 1:
             return super().forward(input)
@@ -48,7 +53,8 @@ class VocabEmbedding(nn.Embedding):
         if padding is not None and not 0 <= padding < len(self.weight):
             padding = None
         rows = F.embedding(place, self.weight, padding)
-        return sum_over_ranks(rows.masked_fill(~is_own.unsqueeze(-1), 0.0))
+        rows = rows.masked_fill(~is_own.unsqueeze(-1), 0.0)
+        return sum_over_ranks(rows, sequence=self.sequence)
 
     def _first(self, ranks: TensorRanks) -> int:
         return uneven_range(self.num_embeddings, ranks.rank, ranks.size)[0]

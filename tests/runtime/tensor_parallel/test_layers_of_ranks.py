@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -15,13 +15,17 @@ from asyncpipe.runtime.tensor_parallel import (
     Split,
     SplitDropout,
     TensorRanks,
+    VocabEmbedding,
     local,
     on_one_rank,
     parallel_input,
+    part_of,
+    shared_module,
     split_module,
     split_parameter,
     splits_of,
     sum_over_ranks,
+    whole_of,
 )
 from asyncpipe.runtime.tensor_parallel.ranks import Groups
 from asyncpipe.runtime.tensor_parallel.threads import in_threads
@@ -47,25 +51,46 @@ class Mlp(nn.Module):
         return sum_over_ranks(torch.addmm(on_one_rank(self.bias), x, self.back))
 
 
+class Positions(nn.Module):
+    """Products whose ranks have parts of the positions in between, and of an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = ColumnLinear(2, 12), RowLinear(12, 2, sequence=1)
+        self.norm, self.dropout = shared_module(nn.LayerNorm(2)), SplitDropout(0.5, 1)
+        self.words = VocabEmbedding(7, 2, sequence=1)
+        self.weight = split_parameter(torch.empty(2, 6), dim=1)
+        self.back = split_parameter(torch.empty(6, 2), dim=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(16).view(4, 4) % 7
+        x = part_of(x.view(4, 4, 2), 1) + self.words(places)
+        x = x + self.dropout(self.down(self.up(parallel_input(x, sequence=1)).tanh()))
+        x = parallel_input(self.norm(x), sequence=1).tanh() @ self.weight
+        return whole_of(sum_over_ranks(x @ self.back, sequence=1), dim=1).view(4, 8)
+
+
 @cache
-def state() -> dict[str, Tensor]:
+def state(kind: type[nn.Module]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         if tensor.is_floating_point()
         else tensor
-        for name, tensor in Mlp().state_dict().items()
+        for name, tensor in kind().state_dict().items()
     }
 
 
-def trained(ranks: TensorRanks) -> tuple[dict[str, Split], dict[str, Tensor]]:
+def trained(
+    kind: type[nn.Module], ranks: TensorRanks
+) -> tuple[dict[str, Split], dict[str, Tensor]]:
     """The splits; output, gradients of parameters and input."""
-    module = Mlp()
+    module = kind()
     splits = splits_of(module)
     module.double()
     parts = {
         name: splits[name].part(tensor, ranks.rank, ranks.size) if name in splits else tensor
-        for name, tensor in state().items()
+        for name, tensor in state(kind).items()
     }
     module.load_state_dict(parts)
     torch.manual_seed(1)  # as the initial weights of parts draw fewer numbers
@@ -77,11 +102,13 @@ def trained(ranks: TensorRanks) -> tuple[dict[str, Split], dict[str, Tensor]]:
     return splits, {"output": output.detach(), "x": x.grad, **gradients}
 
 
-@pytest.mark.parametrize("size", [2])
-def test_outputs_and_gradients_of_split_layers_equal_those_of_the_plain_ones(size: int) -> None:
-    state()
-    _, plain = in_threads(1, trained)[0]
-    results = in_threads(size, trained)
+@pytest.mark.parametrize(("kind", "size"), [(Mlp, 2), (Positions, 2)])
+def test_outputs_and_gradients_of_split_layers_equal_those_of_the_plain_ones(
+    kind: type[nn.Module], size: int
+) -> None:
+    state(kind)
+    _, plain = in_threads(1, partial(trained, kind))[0]
+    results = in_threads(size, partial(trained, kind))
     for name, expected in plain.items():
         splits, parts = results[0][0], [found[name] for _, found in results]
         whole = splits[name].whole(parts) if name in splits else parts[0]
@@ -101,6 +128,11 @@ def test_parts_of_a_tensor_make_the_whole_again(groups: Groups) -> None:
 def test_a_size_that_the_ranks_do_not_divide_is_refused_with_both_numbers() -> None:
     with pytest.raises(PlanError, match=r"7 cannot be divided over 2 tensor ranks"):
         in_threads(2, lambda _: local(7))
+
+
+def test_positions_that_the_ranks_do_not_divide_are_refused_with_both_numbers() -> None:
+    with pytest.raises(PlanError, match=r"5 positions cannot be divided over 2 tensor ranks"):
+        in_threads(2, lambda _: sum_over_ranks(torch.ones(3, 5, 4), sequence=1))
 
 
 def test_blocks_that_make_another_length_are_refused_with_both_numbers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_split_mlp(folder / "two")
     write_split_mlp(folder / "four", stages=4)
     write_split_mlp(folder / "copies", batch_norm=False)
+    write_split_mlp(folder / "sequence", positions=True)
+    write_split_mlp(folder / "sequence_in_four", stages=4, positions=True)
     write_mlp(folder / "mlp")
     return folder
 
@@ -88,6 +91,12 @@ FREEZING = {"freeze": "gradnorm:1/3", "freeze_every": 8}
             "four",
             ONE | FREEZING,
             FREEZING | {"schedule": "zb-v", "ranks": 2, "recompute": "all"},
+        ),
+        ("sequence", ONE, {"replicas": 2, "micro_batches": 2, "zero": 2, "check_replicas": 1}),
+        (
+            "sequence_in_four",
+            ONE | FREEZING,
+            FREEZING | {"schedule": "zb-v", "ranks": 2, "recompute": "all", "transport": "gloo"},
         ),
         (
             "two",
@@ -172,6 +181,17 @@ def test_a_product_without_its_sum_is_seen(folders: Path, tmp_path: Path) -> Non
     one = train(folders / "two", tmp_path / "one", steps=2, **ONE)
     other = train(edited, tmp_path / "other", steps=2)
     assert largest_difference(one, other) > 1e-3
+
+
+def test_a_norm_on_parts_of_positions_without_the_sum_of_its_gradients_is_seen(
+    tmp_path: Path,
+) -> None:
+    write_split_mlp(tmp_path / "edited", positions=True)
+    file = tmp_path / "edited" / "stage_0.py"
+    file.write_text(re.sub(r"shared_module\((.*)\)\n", r"\1\n", file.read_text()))
+    message = r"tensor ranks, but differ in blocks\.0\.norm\.\w+ of stage 0 after step 1"
+    with pytest.raises(AsyncPipeError, match=message):
+        train(tmp_path / "edited", tmp_path / "run", check_replicas=1)
 
 
 def test_whole_parameters_that_come_apart_over_tensor_ranks_are_named(tmp_path: Path) -> None:

@@ -42,15 +42,55 @@ class Block(nn.Module):
 """
 
 
-def write_split_mlp(folder: Path, *, stages: int = 2, batch_norm: bool = True) -> Plan:
+_WITHOUT_NORM = _BLOCK.replace("split_module(nn.BatchNorm1d(", "nn.Identity((")
+
+_POSITIONS, _FEATURES = 4, WIDTH // 4
+
+_BLOCK_OF_POSITIONS = f"""
+import torch
+from torch import Tensor, nn
+
+from asyncpipe.runtime.tensor_parallel import (
+    ColumnLinear,
+    RowLinear,
+    SplitDropout,
+    parallel_input,
+    part_of,
+    shared_module,
+    whole_of,
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = shared_module(nn.LayerNorm({_FEATURES}))
+        self.up = ColumnLinear({_FEATURES}, {HIDDEN})
+        self.inner = SplitDropout(0.25, dim=2)
+        self.down = RowLinear({HIDDEN}, {_FEATURES}, sequence=1)
+        self.outer = SplitDropout(0.1, dim=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = part_of(x.view(-1, {_POSITIONS}, {_FEATURES}), 1)
+        y = self.up(parallel_input(self.norm(x), sequence=1))
+        x = x + self.outer(self.down(self.inner(torch.tanh(y))))
+        return whole_of(x, dim=1).flatten(1)
+"""
+
+
+def write_split_mlp(
+    folder: Path, *, stages: int = 2, batch_norm: bool = True, positions: bool = False
+) -> Plan:
     """A residual block with split products and dropout in each of 2 or 4 stages, with a head at the
     end; two blocks in one stage. Replicas have statistics of their own for batch norms, which can
-    be left out."""
+    be left out. With `positions`, a block takes a sample as a sequence, of which each rank has a
+    part of the positions between its products."""
     torch.manual_seed(7)
     state, files, specs = {}, {}, []
-    block = (
-        _BLOCK if batch_norm else _BLOCK.replace("split_module(nn.BatchNorm1d(", "nn.Identity((")
-    )
+    width = _FEATURES if positions else WIDTH
+    batch_norm = batch_norm and not positions
+    block = _BLOCK if batch_norm else _WITHOUT_NORM
+    block = _BLOCK_OF_POSITIONS if positions else block
     for j in range(stages):
         own, is_last = range(2) if stages == 1 else range(j, j + 1), j == stages - 1
         lines = ["", "", "class Stage(nn.Module):", "    def __init__(self) -> None:"]
@@ -61,7 +101,7 @@ def write_split_mlp(folder: Path, *, stages: int = 2, batch_norm: bool = True) -
         lines += ["        for block in self.blocks.values():", "            x = block(x)"]
         lines += [f"        return {'self.head(x)' if is_last else 'x'}", ""]
         files[f"stage_{j}.py"] = block.lstrip() + "\n".join(lines)
-        tensors = _tensors(own, head=is_last, batch_norm=batch_norm)
+        tensors = _tensors(own, width, head=is_last, batch_norm=batch_norm)
         state |= tensors
         running = tuple(name for name in tensors if "running" in name or "num_" in name)
         specs.append(
@@ -94,15 +134,15 @@ def write_split_mlp(folder: Path, *, stages: int = 2, batch_norm: bool = True) -
     return plan
 
 
-def _tensors(blocks: range, *, head: bool, batch_norm: bool) -> dict[str, torch.Tensor]:
+def _tensors(blocks: range, width: int, *, head: bool, batch_norm: bool) -> dict[str, torch.Tensor]:
     """The state of the model's modules in some blocks."""
     parts: dict[str, nn.Module] = {}
     for index in blocks:
-        parts[f"blocks.{index}.norm"] = nn.LayerNorm(WIDTH)
-        parts[f"blocks.{index}.up"] = nn.Linear(WIDTH, HIDDEN)
+        parts[f"blocks.{index}.norm"] = nn.LayerNorm(width)
+        parts[f"blocks.{index}.up"] = nn.Linear(width, HIDDEN)
         if batch_norm:
             parts[f"blocks.{index}.channels"] = nn.BatchNorm1d(HIDDEN)
-        parts[f"blocks.{index}.down"] = nn.Linear(HIDDEN, WIDTH)
+        parts[f"blocks.{index}.down"] = nn.Linear(HIDDEN, width)
     if head:
         parts["head"] = nn.Linear(WIDTH, CLASSES)
     return {
