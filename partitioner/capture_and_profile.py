@@ -143,7 +143,9 @@ def capture_phase(job: Compilation, known: Capture | None = None) -> Captured:
     if ranks > 1:
         given = read_arguments(job.source.model, job.source.example_inputs)
         stages = options.stages or job.ranks
-        split = split_over_ranks(capture, given.tensors, ranks, stages)
+        split = split_over_ranks(
+            capture, given.tensors, ranks, stages, sequence=options.sequence_parallel
+        )
     digest = split.capture.sha256
     if options.stages or options.output:
         job.target(options.stages or job.ranks, digest)

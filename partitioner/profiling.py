@@ -63,6 +63,7 @@ from .profile.profiler import (
 from .profile.roofline import DeviceSpec, calibrated, device_spec, this_cpu
 from .split.split import StageGraph, split
 from .split.ssa import separated
+from .split.whole_boundaries import with_whole_boundaries
 from .stage_timing import StageTiming, rescaled, time_stages
 
 _WORTH = 0.02
@@ -139,7 +140,7 @@ class CostGraphs:
         with explained():
             solution = planner.plan(graph)
         placed = stage_of_nodes(self.capture, graph, solution.stage_of, self.recomputation)
-        divided, placed = separated(self.capture, placed)
+        divided, placed = with_whole_boundaries(*separated(self.capture, placed))
         stage_graphs = split(divided, placed, Recomputation(divided, prices))
         return Cut(divided, stage_graphs, placed, graph, solution)
 

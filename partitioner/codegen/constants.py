@@ -278,8 +278,9 @@ def find_sources(
 def _source(
     symbol: str, node: fx.Node, known: dict[str, SizeSource], *, exact: bool
 ) -> SizeSource | None:
+    part = node.meta.get("part")
     for dimension, size in enumerate(node.meta.get("shape") or ()):
-        if not isinstance(size, Size):
+        if not isinstance(size, Size) or (part is not None and part.dim == dimension):
             continue
         names = {item.name for item in size.expr.free_symbols}
         if exact:

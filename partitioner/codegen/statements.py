@@ -13,12 +13,13 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
 
 from ...runtime import tensor_parallel
+from ...runtime.plan.plan import TensorSpec
 from ..capture import Capture
 from ..capture.values import AUGMENTED, is_mutating
 from . import layout
@@ -178,8 +179,16 @@ def origin_of(item: Item) -> CodeOrigin:
 def shape_of(item: Item, capture: Capture) -> str:
     """The shape that all tensors among an item's results have; empty if they differ."""
     results = [node for node in item.results if isinstance(node.meta.get("val"), Tensor)]
-    shapes = dict.fromkeys(str(capture.tensor_spec(node)) for node in results)
+    shapes = dict.fromkeys(str(_of_rank(capture.tensor_spec(node), node)) for node in results)
     return next(iter(shapes)) if len(shapes) == 1 else ""
+
+
+def _of_rank(spec: TensorSpec, node: fx.Node) -> TensorSpec:
+    """The shape of a value of which each tensor rank may have a part of the positions."""
+    if (part := node.meta.get("part")) is None:
+        return spec
+    shape = [f"local({n})" if dim == part.dim else n for dim, n in enumerate(spec.shape)]
+    return replace(spec, shape=tuple(shape))
 
 
 def type_of(node: fx.Node) -> str:

@@ -294,7 +294,7 @@ class Recomputation:
 
     def _is_repeatable(self, node: fx.Node, changed: Set[int]) -> bool:
         meta = node.meta
-        if meta.get("random") or is_guard(node):
+        if meta.get("random") or "part" in meta or is_guard(node):
             return False
         if not changed.isdisjoint(meta["mutates"] | meta["storages"] | meta["touches"]):
             return False

@@ -49,6 +49,7 @@ class PartitionKeywords(PlanConfig, OutlineKeywords, total=False):
 
     model_args: Mapping[str, Any] | None
     tensor_parallel: int | str
+    sequence_parallel: bool
     elastic: str | None
     freeze: str | None
     grow: str

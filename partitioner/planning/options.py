@@ -202,6 +202,13 @@ class PartitionOptions:
         "synchronous schedules.",
         group=PLAN,
     )
+    sequence_parallel: bool = _builds(
+        False,
+        Flag(),
+        "Each tensor rank keeps a part of the positions of a sequence between the layers that they "
+        "share out: less memory for activations, and a few more messages.",
+        group=PLAN,
+    )
     schedule: str | None = _plans(
         None,
         Choice((*SCHEDULES, AUTO)),
@@ -354,6 +361,11 @@ class PartitionOptions:
                         "Leave one of them out.",
                     )
             return
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise PlanError(
+                "--sequence-parallel divides sequences over tensor ranks, but there is one.",
+                "--tensor-parallel 2",
+            )
         for name in ("freeze", "grow", "cache"):
             if (value := getattr(self, name)) != DEFAULTS[name]:
                 raise PlanError(f"{typed(name, value)} requires --elastic.", "--elastic 4,2,1")

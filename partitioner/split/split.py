@@ -284,9 +284,14 @@ def sizes_in(argument: Any) -> Iterator[str]:
 
 
 def sizes_of(node: fx.Node) -> set[str]:
-    """The symbols that are, alone, a dimension of a node's value."""
-    shape = node.meta.get("shape") or ()
-    return {size.expr.name for size in shape if isinstance(size, Size) and size.expr.is_Symbol}
+    """The symbols that are, alone, a dimension of a node's value, of which a rank has not only a
+    part."""
+    shape, part = node.meta.get("shape") or (), node.meta.get("part")
+    return {
+        size.expr.name
+        for dim, size in enumerate(shape)
+        if isinstance(size, Size) and size.expr.is_Symbol and (part is None or part.dim != dim)
+    }
 
 
 def _uses_device(argument: Any) -> bool:

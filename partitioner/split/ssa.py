@@ -84,8 +84,9 @@ class _Version:
     at: fx.Node | None = None
 
 
-class _Separation:
-    """A copy of a capture's graph, in which families are cut one after the other."""
+class GraphCopy:
+    """A copy of a capture's graph with the old names, to which nodes can be added: plans are made
+    again for one capture, whose own graph stays as it is."""
 
     def __init__(self, capture: Capture, stage_of: Mapping[fx.Node, int]) -> None:
         self._capture = capture
@@ -105,7 +106,6 @@ class _Separation:
                 self._nodes_of.setdefault(call, []).append(node)
 
     def result(self) -> tuple[Capture, dict[fx.Node, int]]:
-        self._drop_views()
         calls = {}
         for call, record in self._capture.calls.items():
             stages = {self._old_stage[node] for node in self._nodes_of.get(call, ())}
@@ -119,6 +119,27 @@ class _Separation:
         order = [node for node in self._graph.nodes if node in self._stage]
         stage_of = {node: self._stage[node] for node in order}
         return replace(self._capture, graph=self._graph, calls=calls), stage_of
+
+    def _number(self, storage: int) -> int:
+        fresh = next(self._fresh)
+        return fresh if storage >= 0 else -1 - fresh
+
+    def _outermost(self, node: fx.Node) -> tuple[list[fx.Node], int]:
+        """The nodes of the outermost module call around a node that lies entirely in one stage, and
+        the number of calls around that call; the node alone if there is no such call."""
+        for depth, call in enumerate(node.meta["calls"]):
+            nodes = self._nodes_of[call]
+            if len({self._old_stage[other] for other in nodes}) == 1:
+                return nodes, depth
+        return [node], len(node.meta["calls"])
+
+
+class _Separation(GraphCopy):
+    """A copy of a capture's graph, in which families are cut one after the other."""
+
+    def result(self) -> tuple[Capture, dict[fx.Node, int]]:
+        self._drop_views()
+        return super().result()
 
     def _drop_views(self) -> None:
         """Erases views whose readers all have views of their own now; leaves no stage empty."""
@@ -252,19 +273,6 @@ class _Separation:
         return copied
 
     # --- nodes ------------------------------------------------------------------------------
-
-    def _number(self, storage: int) -> int:
-        fresh = next(self._fresh)
-        return fresh if storage >= 0 else -1 - fresh
-
-    def _outermost(self, node: fx.Node) -> tuple[list[fx.Node], int]:
-        """The nodes of the outermost module call around a node that lies entirely in one stage, and
-        the number of calls around that call; the node alone if there is no such call."""
-        for depth, call in enumerate(node.meta["calls"]):
-            nodes = self._nodes_of[call]
-            if len({self._old_stage[other] for other in nodes}) == 1:
-                return nodes, depth
-        return [node], len(node.meta["calls"])
 
     def _add(
         self,

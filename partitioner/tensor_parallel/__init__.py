@@ -5,6 +5,7 @@ candidates the ways in which an operation might run on parts
 trials     tries them: how an operation runs on parts, or that it does not
 derive     the splits of a model, from the operations in order
 decisions  how an operation runs on parts, and the layer that does it in generated code
+sequence   the values between split layers of which each rank has a part of the positions
 rewrite    the splits -> a graph of split layers and the sums between them
 """
 
@@ -24,18 +25,20 @@ from ..capture.bindings import renamed
 from .derive import Derivation, derive
 from .exchanging import has_loss
 from .rewrite import SplitModel, rewrite
+from .sequence import with_positions
 
 __all__ = ["SplitModel", "has_loss", "split_over_ranks"]
 
 
 def split_over_ranks(
-    capture: Capture, inputs: Mapping[str, Any], size: int, stages: int
+    capture: Capture, inputs: Mapping[str, Any], size: int, stages: int, *, sequence: bool = False
 ) -> SplitModel:
     """The capture with the layers that `size` tensor ranks can share out, found on the example
-    `inputs`, so that it can be cut into `stages`. Notes say which layers each rank computes whole,
-    and why.
+    `inputs`, so that it can be cut into `stages`; with `sequence`, each rank has a part of the
+    positions between them. Notes say which layers each rank computes whole, and why.
 
-    Raises PlanError if there is no such layer.
+    Raises PlanError if there is no such layer, or no operation between them that runs on parts of
+    the positions.
     """
     graph, calls = renamed(capture.graph, capture.calls, attrgetter("name"))
     capture = replace(capture, graph=graph, calls=calls)  # which are changed
@@ -47,6 +50,9 @@ def split_over_ranks(
             f"no layer can be shared out over {size} tensor ranks{why}.",
             "Leave out --tensor-parallel, or choose a number that divides heads and widths.",
         )
+    if sequence:
+        derivation = with_positions(capture, inputs, derivation)
+        notes += derivation.positions.notes
     return rewrite(replace(capture, notes=(*capture.notes, *notes)), derivation)
 
 

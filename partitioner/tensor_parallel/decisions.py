@@ -42,6 +42,7 @@ class Decision:
     arguments: its args and kwargs with `Local` sizes; None if they are the captured ones
     function: the one that computes it in place of its own with these arguments, in which ranks
         exchange something
+    sequence: the dimension of the positions of which each rank keeps a part of the sum
     """
 
     result: Placement = None
@@ -51,6 +52,7 @@ class Decision:
     sums: bool = False
     arguments: tuple[Any, Any] | None = None
     function: Callable[..., Any] | None = None
+    sequence: int | None = None
 
     @property
     def splits(self) -> list[Split]:
@@ -59,18 +61,41 @@ class Decision:
         return [split for split in places if isinstance(split, Split)]
 
 
+@dataclass(frozen=True)
+class Positions:
+    """The values of which each rank has a part of the positions.
+
+    values: how they are divided
+    decisions: the operations that run on parts of the positions
+    sums: the value that is the sum in parts, by the operation that makes the summands: itself, or
+        a view of it
+    inputs: views of whole values that split layers alone read: positions are gathered before them
+    notes: the operations before which the positions are gathered, and why
+    """
+
+    values: Mapping[fx.Node, Split] = field(default_factory=dict)
+    decisions: Mapping[fx.Node, Decision] = field(default_factory=dict)
+    sums: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+    inputs: frozenset[fx.Node] = frozenset()
+    notes: tuple[str, ...] = ()
+
+
 def moved(decision: Decision, first: fx.Node, node: fx.Node) -> Decision:
     """The decision for a node of the same kind as that of another one."""
-    same = dict(zip(first.all_input_nodes, node.all_input_nodes, strict=True))
+    return reading(decision, dict(zip(first.all_input_nodes, node.all_input_nodes, strict=True)))
+
+
+def reading(decision: Decision, others: Mapping[fx.Node, fx.Node]) -> Decision:
+    """The decision with other inputs in the place of some."""
     arguments = decision.arguments
     if arguments is not None:
         arguments = map_leaves(
-            lambda leaf: same[leaf] if isinstance(leaf, fx.Node) else leaf, arguments
+            lambda leaf: others.get(leaf, leaf) if isinstance(leaf, fx.Node) else leaf, arguments
         )
     return replace(
         decision,
-        places={same[source]: split for source, split in decision.places.items()},
-        once=tuple(same[source] for source in decision.once),
+        places={others.get(n, n): split for n, split in decision.places.items()},
+        once=tuple(others.get(n, n) for n in decision.once),
         arguments=arguments,
     )
 
@@ -123,7 +148,7 @@ def layer_for(module: nn.Module, decision: Decision) -> Layer | None:
         return None if decision.sums else Layer(_built(module, of_groups, Split(0)))
     if known is not None and isinstance(split, Split):
         if isinstance(module, nn.Linear | nn.Embedding) or split in (Split(0), Split(1)):
-            return Layer(_built(module, known, split))
+            return Layer(_built(module, known, split, decision.sequence))
         return None
     alike = None if decision.sums else split_alike(module, state)
     if alike is None or alike.length is not None:
@@ -184,7 +209,9 @@ def _unsplit(module: nn.Module, decision: Decision) -> Layer | None:
     return Layer(module, is_shared=needs_sum)
 
 
-def _built(module: nn.Module, kind: type[nn.Module], split: Split) -> nn.Module:
+def _built(
+    module: nn.Module, kind: type[nn.Module], split: Split, sequence: int | None = None
+) -> nn.Module:
     """A module of that kind with the arguments, parameters and mode of another one."""
     given = {
         argument.name: argument.value
@@ -194,6 +221,8 @@ def _built(module: nn.Module, kind: type[nn.Module], split: Split) -> nn.Module:
     options: dict[str, Any] = {}
     if isinstance(module, nn.Linear):
         options = {"groups": split.groups, "uneven": split.length is not None}
+    if sequence is not None:
+        options["sequence"] = sequence
     with torch.device("meta"):
         built = kind(**given, **options)
     built._parameters.update(module._parameters)

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture
 from ..capture.graph import tensor_spec
-from .decisions import Decision
+from .decisions import Decision, Positions
 from .exchanging import has_loss
 from .probe import Placement, Probe, Unplaced, is_split
 from .trials import Trials
@@ -56,12 +56,14 @@ class Derivation:
     decisions: the operations that run on parts
     closed: the products that do not, by node
     returned: the lengths of results of the model that are in parts, along the dimension of these
+    positions: the values of which each rank has a part of the positions
     """
 
     size: int
     decisions: Mapping[fx.Node, Decision]
     closed: Mapping[fx.Node, Closed]
     returned: Mapping[fx.Node, int] = field(default_factory=dict)
+    positions: Positions = field(default_factory=Positions)
 
 
 class _Failed(Exception):

@@ -40,7 +40,9 @@ class ExampleRun:
     sizes: the sizes by symbol
     """
 
-    def __init__(self, capture: Capture, inputs: Mapping[str, Any], size: int) -> None:
+    def __init__(
+        self, capture: Capture, inputs: Mapping[str, Any], size: int, *, divides: bool = False
+    ) -> None:
         self.capture = capture
         self.training = False not in capture.modes
         self.tensors = ModelTensors(capture)
@@ -49,7 +51,7 @@ class ExampleRun:
             name: real(value, torch.device("cpu")).clone() if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
-        self._size = size
+        self._size, self._divides = size, divides
 
     def start(self) -> None:
         """Runs the model at the first sizes that it accepts."""
@@ -59,7 +61,7 @@ class ExampleRun:
             # No usual number of blocks of a fused projection.
             small[BATCH] = _SAMPLES
         for choice in (small, smaller_sizes(captured), nearby_sizes(captured)):
-            self.sizes = {name: n + (n % self._size == 0) for name, n in choice.items()}
+            self.sizes = {name: self._as_wanted(name, n) for name, n in choice.items()}
             if not refused_sizes(self.capture.graph, self.sizes):
                 try:
                     self._compute_all(resized(self._given, dims, self.sizes))
@@ -68,6 +70,13 @@ class ExampleRun:
                     continue
         self.sizes = dict(captured)
         self._compute_all(self._given)
+
+    def _as_wanted(self, name: str, number: int) -> int:
+        """The next number that the ranks divide or do not: the samples are never divided."""
+        rest = number % self._size
+        if self._divides and name != BATCH:
+            return number + (self._size - rest) % self._size
+        return number + (rest == 0)
 
     @property
     def samples(self) -> Samples | None:

@@ -36,9 +36,11 @@ class Summands:
 class Probe:
     """Runs the nodes of one captured graph on the parts of `size` ranks."""
 
-    def __init__(self, capture: Capture, inputs: Mapping[str, Any], size: int) -> None:
+    def __init__(
+        self, capture: Capture, inputs: Mapping[str, Any], size: int, *, divides: bool = False
+    ) -> None:
         self.capture, self.size = capture, size
-        self.run = ExampleRun(capture, inputs, size)
+        self.run = ExampleRun(capture, inputs, size, divides=divides)
 
     @contextmanager
     def ready(self) -> Iterator[None]:

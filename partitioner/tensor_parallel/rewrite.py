@@ -6,13 +6,13 @@ With one rank the new graph computes what the captured one does, bit for bit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import networkx as nx
 import sympy
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from ...runtime.tensor_parallel.functions import (
     on_one_rank,
@@ -20,16 +20,18 @@ from ...runtime.tensor_parallel.functions import (
     part_of,
     split_dropout,
     sum_over_ranks,
+    whole_of,
     whole_output,
 )
 from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture
 from ..capture.leaf_modules import is_torch_leaf
 from ..capture.sizes import BATCH
-from ..capture.values import Size
-from .decisions import SPLIT_FUNCTIONS, Decision, Layer, layer_for, split_alike
+from ..capture.values import ModuleCall, Size
+from .decisions import SPLIT_FUNCTIONS, Decision, Layer, layer_for, reading, split_alike
 from .derive import Derivation
 from .example_run import Samples
+from .model_tensors import model_of_rank, names_of, tensors_of, with_modules
 from .probe import Placement, is_split
 
 
@@ -55,7 +57,10 @@ def rewrite(capture: Capture, derivation: Derivation) -> SplitModel:
 
 class _Rewriter:
     def __init__(self, capture: Capture, derivation: Derivation) -> None:
-        self._capture, self._decisions = capture, derivation.decisions
+        self._capture, self._decisions = capture, dict(derivation.decisions)
+        self._positions = derivation.positions
+        self._in_positions = dict(derivation.positions.values)
+        self._wholes: dict[tuple[ModuleCall, fx.Node], fx.Node] = {}
         self._graph = capture.graph
         self._layers: dict[str, Layer] = {}
         self._inputs: dict[Any, fx.Node] = {}
@@ -63,7 +68,7 @@ class _Rewriter:
         self._storage = max(
             (storage for node in self._graph.nodes for storage in node.meta["storages"]), default=0
         )
-        self._names = _names_of(capture.model)
+        self._names = names_of(capture.model)
         self._read_modules: dict[str, Split] = {}
         self._split_parameters = self._found_parameters()
         self._summed: dict[fx.Node, fx.Node] = {}
@@ -71,6 +76,8 @@ class _Rewriter:
         self._size, self._returned = derivation.size, derivation.returned
 
     def result(self) -> SplitModel:
+        for node, split in self._positions.values.items():
+            self._gather_positions(node, split)
         for node, decision in self._decisions.items():
             self._rewrite(node, decision)
         for node in self._returned:
@@ -80,32 +87,42 @@ class _Rewriter:
         calls = {
             call: replace(
                 record,
-                arguments={name: self._after(value) for name, value in record.arguments.items()},
+                arguments={
+                    name: self._after(self._given(value, call))
+                    for name, value in record.arguments.items()
+                },
                 result=self._after(record.result),
             )
             for call, record in self._capture.calls.items()
         }
         capture = replace(
             self._capture,
-            model=_with_modules(self._capture.model, modules),
+            model=with_modules(self._capture.model, modules),
             calls=calls,
             splits={**self._by_all_names(), **self._read_modules, **splits},
             shared=frozenset(path for path, layer in self._layers.items() if layer.is_shared),
         )
-        of_rank = _model_of_rank(capture.model, self._parts | self._by_all_names(), self._size)
+        of_rank = model_of_rank(capture.model, self._parts | self._by_all_names(), self._size)
+        for node in self._positions.inputs:
+            self._replace_input(node, node.all_input_nodes[0], Decision())
+        for node, split in self._positions.values.items():
+            self._summed.get(node, node).meta["part"] = split
         return SplitModel(capture, replace(capture, model=of_rank), self._regions())
 
     def _regions(self) -> tuple[frozenset[fx.Node], ...]:
         """The rewritten nodes, joined where one reads another's part or summand."""
         graph = nx.Graph()
         inserted = set(self._inputs.values())
-        for node in self._decisions:
+        inserted |= self._positions.inputs
+        for node in (*self._decisions, *self._positions.inputs):
             graph.add_node(node)
             for source in node.all_input_nodes:
-                if source in inserted or self._is_split(source):
+                is_split = self._is_split(source) and source not in self._in_positions
+                if source in inserted or is_split:
                     graph.add_edge(source, node)
-            if node in self._summed:
-                graph.add_edge(node, self._summed[node])
+            value = self._positions.sums.get(node, node)
+            if value in self._summed:
+                nx.add_path(graph, [*_between(node, value), self._summed[value]])
         return tuple(map(frozenset, nx.connected_components(graph)))
 
     # --- parameters -------------------------------------------------------------------------
@@ -114,7 +131,7 @@ class _Rewriter:
         """The parameters and buffers that all their readers split alike."""
         found: dict[fx.Node, Split] = {}
         whole: set[int] = set()
-        tensors = _tensors_of(self._capture.model)
+        tensors = tensors_of(self._capture.model)
         for node in self._graph.nodes:
             if node.op == "call_module":
                 module = self._capture.model.get_submodule(str(node.target))
@@ -183,7 +200,7 @@ class _Rewriter:
             self._capture.model.get_submodule(str(node.target))
         )
         if decision.sums and not is_row:
-            self._sum(node)
+            self._sum(self._positions.sums.get(node, node), decision.sequence)
 
     def _replace_layer(self, node: fx.Node, decision: Decision) -> None:
         path = str(node.target)
@@ -196,14 +213,24 @@ class _Rewriter:
 
     def _replace_input(self, node: fx.Node, source: fx.Node, decision: Decision) -> None:
         """What a node reads instead of a whole value."""
-        if source in decision.once:
+        if source in self._positions.inputs:
+            return
+        if source in self._in_positions:
+            if node in self._positions.decisions:
+                return
+            dim = self._in_positions[source].dim
+            new = self._inserted(parallel_input, source, (), node, sequence=dim)
+        elif source in decision.once:
             new = self._inserted(on_one_rank, source, (), node)
         elif source in decision.places:
             if source in self._split_parameters:
                 return
             split = decision.places[source]
             further = (split.dim, *_groups(split))
-            new = self._inserted(part_of, source, further, node, uneven=split.length is not None)
+            options = {"uneven": True} if split.length is not None else {}
+            new = self._inserted(part_of, source, further, node, **options)
+            if node in self._positions.decisions:
+                new.meta["part"] = split
         elif source.target is parallel_input or self._is_split(source):
             return
         elif _needs_gradient(source) and _needs_gradient(node):
@@ -222,30 +249,70 @@ class _Rewriter:
         source: fx.Node,
         further: tuple[Any, ...],
         node: fx.Node,
-        *,
-        uneven: bool = False,
+        **options: Any,
     ) -> fx.Node:
         """The call of a function of `source` in the module call around `node`, made once there as
         long as its memory is unchanged."""
-        calls, regions = node.meta.get("calls", ()), node.meta.get("regions", ())
-        changes = self._changes[node, source]
-        key = (function, source, further, tuple(calls), tuple(regions), changes)
+        key = (function, source, further, *self._place_of(node, source))
         if key not in self._inputs:
             with self._graph.inserting_before(node):
-                new = self._graph.call_function(function, (source, *further))
-                if uneven:
-                    new.kwargs = {"uneven": True}
+                new = self._graph.call_function(function, (source, *further), options)
             fresh = function is not parallel_input
             new.meta = self._meta(source, node, fresh=fresh)
             self._inputs[key] = new
         return self._inputs[key]
 
-    def _sum(self, node: fx.Node) -> None:
+    def _place_of(self, node: fx.Node, source: fx.Node) -> tuple[Any, ...]:
+        """The module call and the regions around a node, and the state of its input there."""
+        calls, regions = node.meta.get("calls", ()), node.meta.get("regions", ())
+        return tuple(calls), tuple(regions), self._changes.get((node, source), 0)
+
+    def _gather_positions(self, node: fx.Node, split: Split) -> None:
+        """Makes a value whole, once, that is read otherwise than on parts of its positions and by
+        the split layers of one module call."""
+        readers = [user for user in node.users if user not in self._positions.decisions]
+        split_layers = [
+            user
+            for user in readers
+            if user in self._decisions
+            and node not in self._decisions[user].places
+            and _needs_gradient(user)
+            or user in self._positions.inputs
+        ]
+        is_trained = _needs_gradient(node)
+        if is_trained and len(split_layers) == len(readers):
+            if len({self._place_of(user, node) for user in readers}) <= 1:
+                return
+        depth = _common_depth([node, *readers])
+        with self._graph.inserting_before(_end_of_call(node, depth)):
+            new = self._graph.create_node(
+                "call_function", whole_of, (node,), {"dim": split.dim}, name=f"whole_{node.name}"
+            )
+        new.meta = self._meta(node, node, fresh=True)
+        new.meta["calls"] = tuple(node.meta.get("calls", ())[:depth])
+        on_parts = {
+            call
+            for user in node.users
+            if user in self._positions.decisions
+            for call in user.meta["calls"]
+        }
+        for user in readers:
+            calls = user.meta.get("calls", ())[depth:]
+            self._wholes |= {(call, node): new for call in calls if call not in on_parts}
+            user.replace_input_with(node, new)
+            if user in self._decisions:
+                self._decisions[user] = reading(self._decisions[user], {node: new})
+            self._changes[user, new] = 0
+
+    def _sum(self, node: fx.Node, sequence: int | None) -> None:
+        options: dict[str, Any] = {} if sequence is None else {"sequence": sequence}
         with self._graph.inserting_after(node):
-            new = self._graph.call_function(sum_over_ranks, (node,))
+            new = self._graph.call_function(sum_over_ranks, (node,), options)
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         new.meta = self._meta(node, node, fresh=True)
         self._summed[node] = new
+        if sequence is not None:
+            self._in_positions[new] = self._in_positions.pop(node)
 
     def _gather(self, node: fx.Node) -> None:
         """Makes a result of the model whole that is in parts."""
@@ -275,19 +342,42 @@ class _Rewriter:
             "data_dependent": value.meta.get("data_dependent", False),
         }
 
+    def _given(self, value: Any, call: ModuleCall) -> Any:
+        """The value that a module call is passed, which is whole if it reads nothing but that."""
+        return fx.node.map_arg(value, lambda node: self._wholes.get((call, node), node))
+
     def _after(self, value: Any) -> Any:
         """The value that a module call passes or returns, after the sum over the ranks."""
         return fx.node.map_arg(value, lambda node: self._summed.get(node, node))
+
+
+def _between(node: fx.Node, view: fx.Node) -> list[fx.Node]:
+    """A node, and the views of it up to one of them."""
+    nodes = [view]
+    while nodes[0] is not node:
+        nodes.insert(0, nodes[0].all_input_nodes[0])
+    return nodes
+
+
+def _common_depth(nodes: Sequence[fx.Node]) -> int:
+    """The number of module calls that all nodes are in."""
+    calls = [tuple(node.meta.get("calls", ())) for node in nodes]
+    depth = 0
+    while all(len(own) > depth and own[depth] == calls[0][depth] for own in calls):
+        depth += 1
+    return depth
 
 
 _OF_VALUE = ("val", "shape", "hint", "from_sizes", "example")
 _OF_PLACE = ("calls", "regions", "source", "recomputes", "stack_trace")
 
 
-def _end_of_call(node: fx.Node) -> fx.Node:
-    """The first node after the outermost module call that a node is in."""
-    calls, after = node.meta.get("calls", ()), node.next
-    while calls and after.op != "output" and after.meta.get("calls", ())[:1] == calls[:1]:
+def _end_of_call(node: fx.Node, depth: int = 0) -> fx.Node:
+    """The first node after the module call that a node is in, within so many others."""
+    calls, after = tuple(node.meta.get("calls", ()))[: depth + 1], node.next
+    while len(calls) > depth and after.op != "output":
+        if tuple(after.meta.get("calls", ()))[: depth + 1] != calls:
+            break
         after = after.next
     return after
 
@@ -335,69 +425,3 @@ def _changes_before(
                 found[node, source] = sum(of_storage[each] for each in source.meta["storages"])
         of_storage.update(node.meta["mutates"])
     return found
-
-
-# --- the model ------------------------------------------------------------------------------
-
-
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    return dict(
-        (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        )
-    )
-
-
-def _names_of(model: nn.Module) -> dict[str, list[str]]:
-    """All names of each tensor, by each of them."""
-    names: dict[int, list[str]] = {}
-    tensors = _tensors_of(model)
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)
-    return {name: names[id(tensor)] for name, tensor in tensors.items()}
-
-
-def _with_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy of the module tree with other modules at some paths; it shares the tensors."""
-    by_id = {id(model.get_submodule(path)): module for path, module in modules.items()}
-    copies: dict[int, nn.Module] = {}
-
-    def copied(module: nn.Module) -> nn.Module:
-        if id(module) not in copies:
-            new = copies[id(module)] = by_id.get(id(module)) or _shallow_copy(module)
-            if new is not module:
-                new.__dict__["_parameters"] = dict(new._parameters)
-                new.__dict__["_buffers"] = dict(new._buffers)
-                new.__dict__["_modules"] = {
-                    name: child and copied(child) for name, child in new._modules.items()
-                }
-        return copies[id(module)]
-
-    return copied(model)
-
-
-def _shallow_copy(module: nn.Module) -> nn.Module:
-    """A copy as `copy.copy` makes it, also of modules with parametrizations, which refuse that."""
-    new = module.__new__(type(module))
-    new.__dict__.update(module.__dict__)
-    return new
-
-
-def _model_of_rank(model: nn.Module, parts: Mapping[str, Split], size: int) -> nn.Module:
-    """A copy of the module tree in which split tensors are the parts of the first rank."""
-    copied = _with_modules(model, {})
-    tensors = _tensors_of(model)
-    made: dict[tuple[int, Split], Tensor] = {}
-    for name, split in parts.items():
-        whole = tensors[name]
-        path, _, last = name.rpartition(".")
-        owner = copied.get_submodule(path)
-        part = made.setdefault((id(whole), split), _part(whole, split, size))
-        setattr(owner, last, part)
-    return copied
-
-
-def _part(whole: Tensor, split: Split, size: int) -> Tensor:
-    part = split.part(whole.detach(), 0, size).contiguous()
-    return nn.Parameter(part, whole.requires_grad) if isinstance(whole, nn.Parameter) else part
