@@ -28,8 +28,8 @@ moves a weight by a whole learning rate.
 ranks, in alternating runs with fresh processes. The two cores of a machine share its memory, so
 there is no fast link from which a wide layer would gain.
 
-`--memory` compares the memory of each rank of a wide GPT, split and whole, with its plan, for the
-micro-batches of the plan (`rank_memory.py`).
+`--memory` compares the memory of each rank of a wide GPT, and of one with long sequences, split and
+whole, with its plan, for the micro-batches of the plan (`rank_memory.py`).
 
     python benchmarks/tensor_parallel.py
     python benchmarks/tensor_parallel.py --models gpt2 resnet18 --dtypes float64
@@ -111,6 +111,11 @@ CASES = {
     "mixtral": small("mixtral", "text", blocks=_LAYERS, dtypes=("float32",)),
     "resnet18": small("resnet18", "pictures"),
 }
+CASES |= {
+    f"{name}_sequence": CASES[name]._replace(options=("--sequence-parallel",))
+    for name in ("gpt2", "llama", "bert", "t5")
+}
+"""Those of transformers once more with parts of the positions between split layers."""
 
 
 def call(
@@ -305,19 +310,25 @@ def rows_with_replicas(name: str, case: Case, dtype: str, folder: Path) -> Itera
         yield {"model": name, "layout": layout, "dtype": dtype, **found}
 
 
-def planted_fault(folder: Path) -> dict[str, Any]:
-    """The differences of a gpt2 in whose first stage products have no sum over the ranks."""
-    case = CASES["gpt2"]
+def planted_fault(folder: Path, model: str, pattern: str, replacement: str) -> dict[str, Any]:
+    """The differences of a model with another text in its first stage."""
+    case = CASES[model]
     net = partition(folder, case, 2)
     one = plain(case, net, "float64")
     file = net / "stage_0.py"
-    text, edits = re.subn(r"= sum_over_ranks\((\w+)\)", r"= \1", file.read_text())
+    text, edits = re.subn(pattern, replacement, file.read_text())
     assert edits
     file.write_text(text)
     split = train(case, net, "float64", "--micro-batches", str(MICRO_BATCHES))
     return differences(one, split)
 
 
+FAULTS = {
+    "no sums of products": ("gpt2", r"= sum_over_ranks\((\w+)\)", r"= \1"),
+    "no sums of the gradients of norms": (
+        *("gpt2_sequence", r"shared_module\((nn.LayerNorm\(\d+\))\)", r"\1"),
+    ),
+}
 _OF_STEPS, _OF_RUN = ("step_loss", "step_gradients"), ("loss", "gradients", "weights")
 
 
@@ -395,18 +406,27 @@ def timed(folder: Path, rounds: int) -> list[dict[str, Any]]:
 # --- memory ---------------------------------------------------------------------------------
 
 _WIDE = {"layers": 4, "width": 1024, "heads": 16, "tokens": 128, "vocabulary": 8192}
-LAYOUTS = ((1, 1), (1, 2), (2, 2))
-"""The stages, and the tensor ranks of each."""
+_LONG = {"layers": 4, "width": 256, "heads": 8, "tokens": 2048, "vocabulary": 1024}
+LAYOUTS = (
+    *((_WIDE, 1, 1, False), (_WIDE, 1, 2, False), (_WIDE, 2, 2, False)),
+    *((_LONG, 1, 1, False), (_LONG, 1, 2, False), (_LONG, 1, 2, True)),
+    *((_LONG, 2, 2, False), (_LONG, 2, 2, True)),
+)
+"""The model, the stages and the tensor ranks of each, and whether these have parts of sequences."""
 
 
-def memory_of_ranks(folder: Path, stages: int, size: int) -> Iterator[dict[str, Any]]:
-    """The memory of each rank of a wide GPT in MiB, planned and measured."""
-    net = folder / f"wide_{stages}p_{size}t"
+def memory_of_ranks(
+    folder: Path, sizes: Mapping[str, int], stages: int, size: int, sequence: bool
+) -> Iterator[dict[str, Any]]:
+    """The memory of each rank of a GPT in MiB, planned and measured."""
+    tokens = sizes["tokens"]
+    net = folder / f"{tokens}_{stages}p_{size}t{'_sequence' * sequence}"
     asyncpipe.partition(
-        GPT(**_WIDE),
-        tokens_of(1),
+        GPT(**sizes),
+        tokens_of(1, tokens, sizes["vocabulary"]),
         stages=stages,
         tensor_parallel=size,
+        sequence_parallel=sequence,
         output=net,
         schedule="1f1b",
         micro_batches=MICRO_BATCHES,
@@ -414,14 +434,17 @@ def memory_of_ranks(folder: Path, stages: int, size: int) -> Iterator[dict[str, 
     )
     options = {"schedule": "1f1b", "micro_batches": MICRO_BATCHES, "optimizer": "adamw"}
     options["tensor_parallel"] = size
+    batch = tokens_of(MICRO_BATCHES, tokens, sizes["vocabulary"])
     tight, ordinary = (
-        of_ranks(net, stages * size, options, tokens_of(MICRO_BATCHES), steps=2, is_tight=is_tight)
+        of_ranks(net, stages * size, options, batch, steps=2, is_tight=is_tight)
         for is_tight in (True, False)
     )
     for rank, (each, kept) in enumerate(zip(tight, ordinary, strict=True)):
         planned, measured = each["planned_mib"], each["measured_mib"]
         yield {
+            "tokens": tokens,
             "layout": f"{stages} stage{'s' * (stages > 1)} x {size} tensor ranks",
+            "sequence_parallel": sequence,
             "rank": rank,
             "planned_mib": planned,
             "measured_mib": measured,
@@ -450,8 +473,11 @@ def main() -> None:
                 write_result("tensor_parallel", known | {"rows": rows})
     with tempfile.TemporaryDirectory() as place:
         if arguments.fault or arguments.models == [*CASES]:
-            known["planted_fault"] = planted_fault(Path(place))
-            print(f"a sum left out: {known['planted_fault']}")
+            sums, shared = FAULTS.values()
+            known["planted_fault"] = planted_fault(Path(place), *sums)
+            known["planted_sequence_fault"] = planted_fault(Path(place), *shared)
+            for name in ("planted_fault", "planted_sequence_fault"):
+                print(f"{name}: {known[name]}")
         if arguments.time:
             known["times"] = timed(Path(place), arguments.time)
             print(*known["times"], sep="\n")
