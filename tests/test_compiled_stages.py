@@ -25,7 +25,7 @@ def one_step(pipe: Pipe, inputs: dict[str, Any]) -> tuple[list[Tensor], list[Ten
     return [leaf.detach() for leaf in found], gradients
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [name for name in ZOO if name != "gpt2_eager"])
 def test_a_stage_compiles_without_a_graph_break(name: str, tmp_path: Path) -> None:
     model, inputs = ZOO[name]()
     made = tmp_path / "made"

@@ -90,7 +90,7 @@ def least_ms(graph: nx.DiGraph, cluster: Cluster, shape: Sequence[int]) -> float
     return best
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(GRAPHS, clusters())
 def test_no_order_of_devices_and_no_cut_is_better(graph: nx.DiGraph, cluster: Cluster) -> None:
     stages = len(cluster.devices)

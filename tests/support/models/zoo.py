@@ -71,13 +71,13 @@ def bert() -> Example:
     }  # fmt: skip
 
 
-def t5(decoder_layers: int = 2) -> Example:
+def t5(decoder_layers: int = 2, encoder_layers: int = 2) -> Example:
     """Encoder and decoder, one embedding for three places, labels of another length."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
     config = T5Config(
-        vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=2,
+        vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=encoder_layers,
         num_decoder_layers=decoder_layers, num_heads=4, decoder_start_token_id=0,
     )  # fmt: skip
     return T5ForConditionalGeneration(config), {"input_ids": _tokens(), "labels": _tokens(7)}
