@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 
 import networkx as nx
@@ -92,6 +93,20 @@ class Heads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads = self.norm(self.up(x).view(-1, 4, 4))
         return self.down(torch.relu(heads).flatten(1))
+
+
+def test_a_capture_is_split_for_several_numbers_of_ranks() -> None:
+    # fx would rename an input called `input`.
+    model = nn.Sequential(OrderedDict(up=nn.Linear(8, 16), relu=nn.ReLU(), down=nn.Linear(16, 8)))
+    inputs = {"input": torch.randn(6, 8)}
+    captured = capture(model, inputs)
+    digest, graph = captured.sha256, str(captured.graph)
+    splits = [split_over_ranks(captured, inputs, ranks, 1) for ranks in (2, 4, 2)]
+    assert (captured.sha256, str(captured.graph)) == (digest, graph)
+    assert len({split.capture.sha256 for split in splits}) == 1
+    of_rank = [split.of_rank.model.up.weight.shape for split in splits]
+    assert of_rank == [(8, 8), (4, 8), (8, 8)]
+    assert [spec.name for spec in splits[0].capture.inputs] == ["input"]
 
 
 def test_gradients_of_whole_parameters_between_parts_are_summed() -> None:
