@@ -21,7 +21,7 @@ from math import inf, prod
 from typing import Any
 
 import networkx as nx
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture
@@ -185,15 +185,19 @@ class _Search:
         sources: Mapping[fx.Node, frozenset[fx.Node]],
     ) -> None:
         """Raises _Failed if a layer's weights are also read otherwise: by another call of the
-        layer, by a tied one, or as a tensor."""
+        layer, by a tied one, or as a tensor; or if a dropout is called for other parts too."""
         places: dict[int, set[Any]] = {}
         readers: dict[int, frozenset[fx.Node]] = {}
         tensors = {**dict(self.probe.capture.model.named_parameters(remove_duplicate=False))}
+        dropouts: set[int] = set()
         for node in self.probe.capture.graph.nodes:
             decision = decisions.get(node, Decision())
             read: dict[int, Any] = {}
             if (module := self.probe.run.module(node)) is not None:
                 read = {id(p): decision.state.get(name) for name, p in module.named_parameters()}
+                if isinstance(module, nn.Dropout):
+                    dropouts.add(id(module))
+                    read = {id(module): decision.result}
             elif node.op == "get_attr" and str(node.target) in tensors:
                 read = {id(tensors[str(node.target)]): "tensor"}
             for tensor, place in read.items():
@@ -202,10 +206,9 @@ class _Search:
                     readers[tensor] = readers.get(tensor, frozenset()) | sources[node]
         for tensor, found in places.items():
             if len(found) > 1 and tensor in readers:
-                first = min(readers[tensor])
-                raise _Failed(
-                    first, "its weights are also read whole", readers[tensor], is_final=True
-                )
+                first, is_dropout = min(readers[tensor]), tensor in dropouts
+                what = "dropout runs on others too" if is_dropout else "weights are also read whole"
+                raise _Failed(first, f"its {what}", readers[tensor], is_final=True)
 
     def learn(self, failure: _Failed) -> None:
         """Gives the products before a failure another dimension, or closes them."""

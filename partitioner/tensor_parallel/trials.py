@@ -128,7 +128,7 @@ class Trials:
     ) -> None:
         """Raises Unplaced if the results lie otherwise for other values, because the example has a
         bias of zeros, or a condition that is true on all ranks."""
-        if node.meta["random"]:
+        if node.meta["random"] and self._probe.run.training:
             return
         for draw in range(2):
             values = self._probe.other_values(node, draw)

@@ -77,6 +77,36 @@ class Merged(nn.Module):
         return self.out(y.view(batch, 4, length, 4).transpose(1, 2).flatten(2))
 
 
+class EvenAttention(nn.Module):
+    """Queries and keys that depend on all heads; with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, n, bias=False) for n in (16, 8, 8, 16))
+        self.last = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (y / (1 + y.norm(dim=-1, keepdim=True)) for y in (self.q(x), self.k(x)))
+        heads = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (q, k, self.v(x)))
+        rate = 0.1 if self.training else 0.0
+        y = nn.functional.scaled_dot_product_attention(*heads, dropout_p=rate, enable_gqa=True)
+        return self.last(self.out(y.transpose(1, 2).flatten(2)))
+
+
+class SharedDropout(nn.Module):
+    """One dropout for hidden values, which ranks can divide, and for the whole result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.last = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 8))
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.down(self.dropout(self.up(x).relu())))
+        return self.last(x)
+
+
 class Pictures(nn.Module):
     """Channels of convolutions with a batch norm, changed in place, and dropped."""
 
@@ -350,6 +380,20 @@ def test_what_holds_for_the_values_of_the_example_alone_is_computed_whole(tmp_pa
     inputs = {"x": torch.randn(4, 8), "bias": torch.zeros(8)}
     text = split(tmp_path / "net", Coincidence(), inputs)
     assert "up = ColumnLinear(8, 16)" in text and text.count("ColumnLinear(") == 1
+
+
+def test_attention_that_does_not_depend_on_the_example_is_tried_with_other_values(
+    tmp_path: Path,
+) -> None:
+    model, x = EvenAttention(), torch.randn(2, 5, 16)
+    split(tmp_path / "net", model, {"x": 1e-3 * x})  # every position attends to all alike
+    verify_parts(model, read_plan(tmp_path / "net"), tmp_path / "net", {"x": 10 * x}, 2)
+
+
+def test_a_dropout_of_parts_and_of_a_whole_value_keeps_its_layers_whole(tmp_path: Path) -> None:
+    text = split(tmp_path / "net", SharedDropout(), {"x": torch.randn(4, 8)})
+    assert "nn.Dropout(0.3)" in text and "up = nn.Linear" in text and "ColumnLinear(8, 24)" in text
+    assert any("dropout runs on others too" in n for n in read_plan(tmp_path / "net").notes)
 
 
 def test_a_buffer_that_changes_and_weights_with_parametrizations_stay_whole(
