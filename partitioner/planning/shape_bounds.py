@@ -9,8 +9,8 @@ which equal stages reach. For the first micro-batch has to pass the stages befor
 last one has to go back through them. In 1f1b, stage j runs n = p - 1 - j further forwards between
 its first forward and its first backward, while the first micro-batch passes the stages after it and
 comes back; and as many further backwards between its last forward and its last backward, while the
-last one does. With m > p, the first of these times is over before the second one begins. What is
-left of both is a wait, so for each stage
+last one does. With m > p, the first of these times is over before the second one begins. The rest
+of both is a wait, so for each stage
 
     step >= before_j + m w_j + (after_j - n forward_j) + (after_j - n backward_j)
           = before_j + (m - n) w_j + 2 after_j
@@ -110,7 +110,7 @@ class StepBounds:
 
     def factor(self, beside: int = 0) -> float:
         """The least step as a multiple of the work of one micro-batch in all stages that wait for
-        one another; `beside` are the others.
+        one another. `beside` is the number of the other stages.
         """
         waiting, count = self.stages - beside, self.micro_batches
         if self.schedule == "gpipe":

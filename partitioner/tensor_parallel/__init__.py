@@ -2,7 +2,7 @@
 
 probe      runs an operation on the ranks' parts: do the results make the whole value?
 candidates the ways in which an operation might run on parts
-trials     tries them: how an operation runs on parts, or that it does not
+trials     tries them: how an operation runs on parts, or why it fails
 derive     the splits of a model, from the operations in order
 decisions  how an operation runs on parts, and the layer that does it in generated code
 sequence   the values between split layers of which each rank has a part of the positions

@@ -54,7 +54,7 @@ class Derivation:
 
     size: the number of tensor ranks
     decisions: the operations that run on parts
-    closed: the products that do not, by node
+    closed: the products that stay whole, by node
     returned: the lengths of results of the model that are in parts, along the dimension of these
     positions: the values of which each rank has a part of the positions
     """

@@ -72,7 +72,8 @@ class ExampleRun:
         self._compute_all(self._given)
 
     def _as_wanted(self, name: str, number: int) -> int:
-        """The next number that the ranks divide or do not: the samples are never divided."""
+        """The next number that the ranks divide, if lengths are to be divided; otherwise, and for
+        the samples, the next one that they cannot divide."""
         rest = number % self._size
         if self._divides and name != BATCH:
             return number + (self._size - rest) % self._size

@@ -40,7 +40,7 @@ class SplitModel:
     """A captured model with layers that tensor ranks share out.
 
     capture: the graph, with a model that holds the whole tensors
-    of_rank: the same with the parts of the first rank: what is profiled, with as many ranks
+    of_rank: the same with the parts of the first rank, which are profiled with as many ranks
     regions: nodes between which values are in parts, so that no boundary may lie there
     """
 
@@ -212,7 +212,7 @@ class _Rewriter:
                 self._parts[f"{path}.{name}"] = place
 
     def _replace_input(self, node: fx.Node, source: fx.Node, decision: Decision) -> None:
-        """What a node reads instead of a whole value."""
+        """Replaces a whole input of a node by the tensor that its decision reads."""
         if source in self._positions.inputs:
             return
         if source in self._in_positions:

@@ -71,7 +71,7 @@ class _Found:
 
     values, decisions: as in `Positions`
     gathered: values that operations read whole
-    failed: why these operations do not run on parts
+    failed: why these operations cannot run on parts
     """
 
     values: dict[fx.Node, Split] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class _Found:
 class _Search:
     """Tries which sums can be left in parts.
 
-    obstacles: why operations do not run on parts
+    obstacles: why operations cannot run on parts
     """
 
     def __init__(self, probe: Probe, split: Mapping[fx.Node, Decision]) -> None:
@@ -240,7 +240,7 @@ class _Search:
         return len(self._refused) > before
 
     def _way(self, node: fx.Node, found: _Found, sums: Mapping[fx.Node, int]) -> Any:
-        """What the module that a node calls becomes; None if it stays as it is."""
+        """The replacement of the module that a node calls; None if it stays as it is."""
         decision = found.decisions.get(node) or self._split.get(node)
         if decision is None:
             return None
@@ -268,7 +268,8 @@ class _Search:
         return found
 
     def _first_failure(self, sums: Mapping[fx.Node, int], found: _Found) -> fx.Node | None:
-        """Finds what runs on parts, up to the first operation that does not and has to."""
+        """Finds the operations that run on parts, and returns the first one that must but
+        cannot."""
         found.values, found.decisions = {}, {}
         for node in self._nodes:
             if node in sums and self._summand[node] not in self._refused:
@@ -289,7 +290,7 @@ class _Search:
         return None
 
     def _on_parts(self, node: fx.Node, places: dict[fx.Node, Placement]) -> Decision | str:
-        """How a node runs on parts of positions, or why it does not."""
+        """How a node runs on parts of positions, or why it cannot."""
         if node in self._refused:
             return self._refused[node]
         if node not in self._probe.run.first:

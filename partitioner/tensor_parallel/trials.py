@@ -26,7 +26,7 @@ from .probe import (
 
 
 class Trials:
-    """What the operations of a probe's model do on parts, each kind of operation tried once.
+    """Tries the operations of a probe's model on parts, each kind of operation once.
 
     candidates: the ways in which they might run
     """
@@ -71,8 +71,8 @@ class Trials:
     def _tried(
         self, node: fx.Node, places: dict[fx.Node, Placement], candidate: Decision
     ) -> Decision:
-        """The candidate with the placement of its result. Raises Unplaced if it does not run, or
-        its results do not make the whole value."""
+        """The candidate with the placement of its result. Raises Unplaced if it cannot run, or if
+        its results cannot make the whole value."""
         probe = self._probe
         results = self._results(node, places, candidate)
         whole = probe.run.whole(node)
@@ -100,7 +100,7 @@ class Trials:
         candidate: Decision,
         values: Mapping[fx.Node, Any] | None = None,
     ) -> list[tuple[Any, dict[fx.Node, Any]]]:
-        """What the ranks compute under the candidate. Raises Unplaced if it does not run."""
+        """The results of the ranks under the candidate. Raises Unplaced if it cannot run."""
         captured = (node.op, node.target, node.args, node.kwargs)
         own = {**places, **candidate.places}
         layer = probed_layer(self._probe.run.module(node), candidate, self._probe.size)
