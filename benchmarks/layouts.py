@@ -16,7 +16,8 @@ nnScaler (examples/llama/README.rst of its repository) trains Llama-3-8B with se
 tokens on 8 H100 of one host, 4 samples a step, in 41.12 s, measured by its authors. It searches how
 to split the model over the 8 GPUs, without a pipeline; each layer is recomputed, as here
 (`gradient_checkpointing_enable`), and the loss is computed in chunks of 1,024 tokens, which it is
-not here.
+not here. With whole sequences no layout fits into 80 GB, so the step of 8 tensor ranks is predicted
+without a limit of the memory.
 
 Each GPU is described by its data sheet (`--device a100-80g` or `h100`, bfloat16), links within a
 host by NVLink's 300 or 450 GB/s in one direction, of which 80% are reached, and links between hosts
@@ -28,6 +29,7 @@ python benchmarks/layouts.py --only "3.6 B"      replaces this row of the result
 
 import argparse
 import json
+import math
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -42,6 +44,9 @@ from asyncpipe.partitioner.planning.cluster import ANY_HOST, Cluster
 from asyncpipe.partitioner.planning.options import PartitionOptions
 from asyncpipe.partitioner.profile.roofline import device_spec
 from asyncpipe.runtime.errors import PlanError
+from asyncpipe.runtime.plan.findings import BestLayout
+from asyncpipe.runtime.plan.forecast import forecast_step
+from asyncpipe.runtime.plan.plan import Plan
 
 SEQUENCE, VOCABULARY, A_HOST = 2048, 51200, 8
 NVLINK = {
@@ -63,6 +68,7 @@ class Shape:
     gpu: the GPUs
     sequence: tokens of a sample
     recomputes: the model recomputes each of its layers
+    ranks: one stage with so many tensor ranks is planned, without a limit of the memory
     """
 
     name: str
@@ -77,6 +83,7 @@ class Shape:
     gpu: str = "a100-80g"
     sequence: int = SEQUENCE
     recomputes: bool = False
+    ranks: int | None = None
 
     @property
     def published_s(self) -> float | None:
@@ -113,14 +120,25 @@ SHAPES = (
         gpu="h100",
         sequence=131072,
         recomputes=True,
+        ranks=8,
     ),
 )
 
 
-def cluster(gpu: str, number: int) -> Cluster:
-    memory = device_spec(gpu).memory_bytes
-    devices = (Device(gpu, memory_bytes=memory, host=f"h{at // A_HOST}") for at in range(number))
-    return Cluster(tuple(devices), {ANY_HOST: NVLINK[gpu]}, {(ANY_HOST, ANY_HOST): NETWORK})
+def cluster(shape: Shape) -> Cluster:
+    memory = math.inf if shape.ranks else device_spec(shape.gpu).memory_bytes
+    devices = (
+        Device(shape.gpu, memory_bytes=memory, host=f"h{at // A_HOST}") for at in range(shape.gpus)
+    )
+    return Cluster(tuple(devices), {ANY_HOST: NVLINK[shape.gpu]}, {(ANY_HOST, ANY_HOST): NETWORK})
+
+
+def only_layout(shape: Shape, plan: Plan) -> BestLayout:
+    """The given layout as a row of its table."""
+    step_ms = forecast_step(plan, "1f1b", micro_batches=shape.samples // shape.micro_batch).step_ms
+    peak_bytes = max(stage.peak_bytes for stage in plan.stages)
+    name = f"1 stage x {shape.ranks} tensor ranks"
+    return BestLayout(shape.gpus, name, step_ms, step_ms, peak_bytes, "no other is tried")
 
 
 def row(shape: Shape) -> dict[str, Any]:
@@ -130,12 +148,13 @@ def row(shape: Shape) -> dict[str, Any]:
         seq=shape.sequence,
         micro_batch_size=shape.micro_batch,
         micro_batches=shape.samples // shape.micro_batch,
-        devices=cluster(shape.gpu, shape.gpus),
+        devices=cluster(shape),
         device=shape.gpu,
         dtype="bfloat16",
         schedule="1f1b",
         recompute="auto",
-        tensor_parallel="auto",
+        tensor_parallel=shape.ranks or "auto",
+        stages=1 if shape.ranks else None,
         stop_after="plan",
     )
     started, used = time.perf_counter(), time.process_time()
@@ -153,7 +172,10 @@ def row(shape: Shape) -> dict[str, Any]:
         "samples": shape.samples,
         "published": shape.published,
         "published_s": shape.published_s,
-        "layouts": [asdict(layout) for layout in plan.layouts],
+        "layouts": [
+            asdict(layout)
+            for layout in ([only_layout(shape, plan)] if shape.ranks else plan.layouts)
+        ],
         "others": [asdict(replace(other, seconds=0.0)) for other in plan.candidates],
         "seconds": time.perf_counter() - started,
         "cpu_seconds": time.process_time() - used,
