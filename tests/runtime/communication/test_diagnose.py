@@ -42,6 +42,7 @@ from asyncpipe.runtime.errors import DataError
 from asyncpipe.runtime.monitoring.run_files import RunRecords
 from asyncpipe.runtime.reports.causes import checks_of_run, conclusion, longest_wait
 from asyncpipe.tests.support.processes.in_process import command, error_of
+from asyncpipe.tests.support.processes.quick_python import forked_ranks
 
 HOSTS = ("a", "a", "a", "a", "b", "b", "b", "c")
 SERIAL, CONCURRENT = Link(6, 7, 0.01, 1.02, 0.1), Link(6, 7, 0.01, 1.95, 0.1)
@@ -278,7 +279,8 @@ def test_a_lower_thread_level_of_mpi_is_named_by_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPI4PY_RC_THREAD_LEVEL", "serialized")
-    sentence, verdicts = diagnosed(tmp_path, "--transport", "mpi")
+    with forked_ranks():
+        sentence, verdicts = diagnosed(tmp_path, "--transport", "mpi")
     assert sentence.startswith("MPI was started with thread level SERIALIZED because MPI4PY_RC")
     assert verdicts["progress"] == "fault"
 

@@ -37,6 +37,7 @@ from asyncpipe.runtime.communication.tcp_links import connect_ring, listen
 from asyncpipe.runtime.errors import TransportError
 from asyncpipe.tests.support.models.hand_folders import write_mlp
 from asyncpipe.tests.support.processes.in_process import command, error_of
+from asyncpipe.tests.support.processes.quick_python import forked_ranks
 
 MBIT_S, SIZE = 200.0, 2**21
 
@@ -178,7 +179,8 @@ def test_splits_of_emulated_hosts_are_timed_by_the_command(
 ) -> None:
     words = ["comm", "locality", "--splits", "1-1,2", "--emulate", "1gbit", "--repeat", "2"]
     words += ["--size", "64KiB", "--svg", "plot.svg", "--json"]
-    result = json.loads(command(tmp_path, *words).out)
+    with forked_ranks():
+        result = json.loads(command(tmp_path, *words).out)
     assert [(row["split"], row["n"], row["hosts"]) for row in result["rows"]] == [
         ("1-1", 2, ["h1", "h2"]),
         ("2", 2, ["h1"]),

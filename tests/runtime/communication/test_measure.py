@@ -20,6 +20,7 @@ from asyncpipe.runtime.communication.measured_links import (
 from asyncpipe.runtime.communication.options import RankOptions
 from asyncpipe.runtime.communication.session import run_task
 from asyncpipe.tests.support.processes.in_process import command
+from asyncpipe.tests.support.processes.quick_python import forked_ranks
 
 
 def measured(*hosts: str) -> Measurement:
@@ -78,9 +79,9 @@ def test_the_heat_map_is_svg_and_escapes_names() -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_two_ranks_measure_each_other(transport: str) -> None:
-    answer = run_task(
-        "measure", {"sizes": [4096, 1 << 20]}, RankOptions(transport=transport, timeout_s=60.0)
-    )
+    options = RankOptions(transport=transport, timeout_s=60.0)
+    with forked_ranks():
+        answer = run_task("measure", {"sizes": [4096, 1 << 20]}, options)
     found = measurement_of(answer)
     assert found.transport == transport
     assert [(link.source, link.target) for link in found.links] == [(0, 1), (1, 0)]

@@ -86,7 +86,7 @@ def outputs_of(folder: Path, given: Tensor) -> Any:
 
 
 def test_the_command_writes_the_outputs_of_all_samples_in_order(
-    mlp: Path, data: str, tmp_path: Path
+    mlp: Path, data: str, tmp_path: Path, forked: None
 ) -> None:
     arguments = (str(mlp), "--data", f"{data}:pairs", "--batch-size", "3", "--json")
     told = command(tmp_path, "train", "predict", *arguments)
