@@ -173,7 +173,7 @@ def test_a_wrong_number_of_ranks_is_refused_under_torchrun(folders: Path, tmp_pa
 
 def test_a_killed_rank_ends_all_and_is_named(folders: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    process = start(options(folders / "slow", output, steps=10_000, data="clusters"), python=REAL)
+    process = start(options(folders / "slow", output, steps=10_000, data="clusters"))
     ranks = ranks_of(process, 2, output)
     os.kill(ranks[1], signal.SIGKILL)
     killed_s = time.monotonic()

@@ -114,7 +114,7 @@ def test_a_rank_stops_at_a_line_of_its_stage_and_nobody_times_out(tmp_path: Path
 def test_all_ranks_wait_each_at_a_port_of_its_own(tmp_path: Path) -> None:
     write_mlp(tmp_path / "mlp")
     output = tmp_path / "run"
-    process = start(options(tmp_path / "mlp", output, debug="all", steps=2), python=REAL)
+    process = start(options(tmp_path / "mlp", output, debug="all", steps=2))
     ports = ports_of(output, 2)
     assert sorted(ports) == [0, 1] and ports[0] != ports[1]
     assert not events_of(output, "step")
