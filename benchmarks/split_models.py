@@ -32,11 +32,16 @@ def pictures(samples: int = 64) -> dict[str, Tensor]:
     return {"pixel_values": pixels, "labels": torch.randint(4, (samples,), generator=generator)}
 
 
-def _with_text(model: str, config: str, **fields: Any) -> tuple[nn.Module, dict[str, Tensor]]:
-    made = getattr(transformers, model)(getattr(transformers, config)(**fields))
+def with_loss(model: str, config: str, **fields: Any) -> nn.Module:
+    """A model of transformers, whose loss has the dtype of its logits."""
+    made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**fields))
     if model.endswith("ForCausalLM") or model.startswith("GPT2"):
         made.loss_function = _loss_of_next
-    return made, text(BATCH)
+    return made
+
+
+def _with_text(model: str, config: str, **fields: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    return with_loss(model, config, **fields), text(BATCH)
 
 
 def _loss_of_next(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:

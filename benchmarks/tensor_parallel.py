@@ -406,35 +406,54 @@ def timed(folder: Path, rounds: int) -> list[dict[str, Any]]:
 # --- memory ---------------------------------------------------------------------------------
 
 _WIDE = {"layers": 4, "width": 1024, "heads": 16, "tokens": 128, "vocabulary": 8192}
-_LONG = {"layers": 4, "width": 256, "heads": 8, "tokens": 2048, "vocabulary": 1024}
+_SEQUENCES = {"n_layer": 4, "n_embd": 256, "n_head": 8, "n_positions": 256, "vocab_size": 1024}
+
+
+class Layout(NamedTuple):
+    """Ranks whose memory is measured.
+
+    stages, size: the stages and the tensor ranks of each
+    has_sequences: the model is a GPT-2 with dropout and eight sequences in a micro-batch, of which
+        a step has one; otherwise a wide GPT with one sequence in each of several micro-batches
+    sequence: the tensor ranks keep parts of the positions
+    """
+
+    stages: int
+    size: int
+    has_sequences: bool = False
+    sequence: bool = False
+
+
 LAYOUTS = (
-    *((_WIDE, 1, 1, False), (_WIDE, 1, 2, False), (_WIDE, 2, 2, False)),
-    *((_LONG, 1, 1, False), (_LONG, 1, 2, False), (_LONG, 1, 2, True)),
-    *((_LONG, 2, 2, False), (_LONG, 2, 2, True)),
+    *(Layout(1, 1), Layout(1, 2), Layout(2, 2)),
+    *(Layout(1, 1, True), Layout(1, 2, True), Layout(1, 2, True, True)),
 )
-"""The model, the stages and the tensor ranks of each, and whether these have parts of sequences."""
 
 
-def memory_of_ranks(
-    folder: Path, sizes: Mapping[str, int], stages: int, size: int, sequence: bool
-) -> Iterator[dict[str, Any]]:
-    """The memory of each rank of a GPT in MiB, planned and measured."""
-    tokens = sizes["tokens"]
-    net = folder / f"{tokens}_{stages}p_{size}t{'_sequence' * sequence}"
+def memory_of_ranks(folder: Path, layout: Layout) -> Iterator[dict[str, Any]]:
+    """The memory of each rank in MiB, planned and measured."""
+    stages, size, has_sequences, sequence = layout
+    if has_sequences:
+        model = split_models.with_loss("GPT2LMHeadModel", "GPT2Config", **_SEQUENCES)
+        samples, micro_batches, tokens = 8, 1, (_SEQUENCES["n_positions"], 1024)
+    else:
+        model, samples, micro_batches = GPT(**_WIDE), 1, MICRO_BATCHES
+        tokens = (_WIDE["tokens"], _WIDE["vocabulary"])
+    net = folder / "_".join(map(str, layout))
     asyncpipe.partition(
-        GPT(**sizes),
-        tokens_of(1, tokens, sizes["vocabulary"]),
+        model,
+        tokens_of(samples, *tokens),
         stages=stages,
         tensor_parallel=size,
         sequence_parallel=sequence,
         output=net,
         schedule="1f1b",
-        micro_batches=MICRO_BATCHES,
+        micro_batches=micro_batches,
         profile="analytic",
     )
-    options = {"schedule": "1f1b", "micro_batches": MICRO_BATCHES, "optimizer": "adamw"}
+    options = {"schedule": "1f1b", "micro_batches": micro_batches, "optimizer": "adamw"}
     options["tensor_parallel"] = size
-    batch = tokens_of(MICRO_BATCHES, tokens, sizes["vocabulary"])
+    batch = tokens_of(samples * micro_batches, *tokens)
     tight, ordinary = (
         of_ranks(net, stages * size, options, batch, steps=2, is_tight=is_tight)
         for is_tight in (True, False)
@@ -442,7 +461,7 @@ def memory_of_ranks(
     for rank, (each, kept) in enumerate(zip(tight, ordinary, strict=True)):
         planned, measured = each["planned_mib"], each["measured_mib"]
         yield {
-            "tokens": tokens,
+            "model": "sequences" if has_sequences else "wide",
             "layout": f"{stages} stage{'s' * (stages > 1)} x {size} tensor ranks",
             "sequence_parallel": sequence,
             "rank": rank,
@@ -483,7 +502,7 @@ def main() -> None:
             print(*known["times"], sep="\n")
         if arguments.memory:
             known["memory"] = [
-                row for layout in LAYOUTS for row in memory_of_ranks(Path(place), *layout)
+                row for layout in LAYOUTS for row in memory_of_ranks(Path(place), layout)
             ]
             print(*known["memory"], sep="\n")
     print(write_result("tensor_parallel", known | {"rows": rows}))

@@ -70,7 +70,7 @@ class _ObservedCollectives:
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
         """As `Collectives`."""
-        with self._waiting("scatter", parts[0], gives=len(parts)):
+        with self._waiting("scatter", parts[0], gives=len(parts) - 1):
             return self.collectives.reduce_scatter(parts)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
