@@ -119,7 +119,10 @@ def _equal(options: PartitionOptions) -> Cluster:
 
 def _with_tensor_ranks(job: Compilation, cluster: Cluster, number: int) -> Compilation:
     """The job for so many tensor ranks, with room for as many stages as there are groups."""
-    options = replace(job.options, tensor_parallel=number, devices=cluster, ranks=None)
+    divides = job.options.sequence_parallel and number > 1
+    options = replace(
+        job.options, tensor_parallel=number, sequence_parallel=divides, devices=cluster, ranks=None
+    )
     grouped = in_tensor_groups(replace(job, options=options, cluster=cluster))
     assert grouped.cluster is not None
     inside = link_of_sums(None, number) if job.cluster is None else grouped.cluster.inside

@@ -149,3 +149,9 @@ def test_a_model_without_positions_is_refused(tmp_path: Path) -> None:
 def test_sequences_are_divided_among_tensor_ranks_alone(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"over tensor ranks, but there is one"):
         divided(tmp_path / "net", Model(Block), words(), tensor_parallel=1)
+
+
+def test_layouts_are_compared_with_parts_of_the_positions(tmp_path: Path) -> None:
+    options = {"tensor_parallel": "auto", "stages": None, "ranks": 2, "stop_after": "plan"}
+    plan = divided(tmp_path / "net", Model(Shifted, 1), words(), **options, schedule="1f1b")
+    assert plan.layouts[-1].devices == 2
