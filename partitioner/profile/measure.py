@@ -30,6 +30,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from ...runtime.executor.split_backward import SplitBackward
 from ..capture.arguments import tensors_in
+from .attention_flops import ON_CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class _Bench:
             return tensor
 
         own = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
-        counter = FlopCounterMode(display=False)
+        counter = FlopCounterMode(display=False, custom_mapping=ON_CPU)
         counter.mod_tracker = _NoModules()
         with counter as flops, counting(self.device, [*given, *own]) as counted:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

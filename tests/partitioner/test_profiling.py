@@ -247,6 +247,17 @@ def test_a_prediction_is_arithmetic_or_traffic_and_a_call() -> None:
     assert with_times(product, heavy, "float32").forward_ms == pytest.approx(2000.0 + 0.5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prediction_counts_the_products_of_attention(dtype: str) -> None:
+    heads = [(2, 4, 64, 16)] * 3
+    cost = estimate(operation(F.scaled_dot_product_attention, *heads), dtype)
+    product = 2 * 2 * 4 * 64 * 64 * 16
+    assert (cost.forward_flops, cost.backward_flops) in [
+        (2 * product, 5 * product),  # the fused kernel computes the scores again
+        (2 * product, 4 * product),
+    ]
+
+
 @pytest.mark.parametrize("threads", [1])
 def test_a_calibrated_prediction_is_near_what_is_measured(
     threads: int, capsys: pytest.CaptureFixture[str]
