@@ -35,6 +35,7 @@ from asyncpipe.tests.support.processes.silent_reporter import events_of
 ASYNC: dict[str, Any] = {"schedule": "async-1f1b", "ranks": 1, "micro_batches": 2}
 NEEDS: dict[str, dict[str, Any]] = {
     "gap-aware": {"staleness": "stash+gap-aware"},
+    "gap-aware-activations": {"staleness": "stash+gap-aware-activations"},
     "gap-aware-loss": {"recompute": "all"},
     "dc-asgd": {"staleness": "stash+dc-asgd"},
     "dc-asgd-adaptive": {"staleness": "stash+dc-asgd-adaptive"},

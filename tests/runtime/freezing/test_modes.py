@@ -77,7 +77,7 @@ def test_a_module_is_off_when_a_frozen_block_reads_what_it_returns(tmp_path: Pat
             noisy.append({path for path, part in parts if part.training} & DROPOUTS)
         assert noisy[1] == DROPOUTS
         assert noisy[3] == {"noise", "at_head"} and noisy[5] == noisy[8] == {"at_head"}
-        assert pipe.cache is None or not pipe.cache.told
+        assert pipe.cache is None or not pipe.cache.reported
     assert losses[0] == losses[1] and losses[2:] == [pytest.approx(losses[0], rel=1e-6)] * 2
 
 
@@ -108,7 +108,7 @@ def test_a_t5_whose_dropouts_are_listed_after_its_blocks_is_the_plain_loop(
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         losses.append([pipe.step(batch, optimizer=optimizer).loss for batch in own])
         weights.append(pipe.state_dict())
-        assert pipe.cache is None or not pipe.cache.told
+        assert pipe.cache is None or not pipe.cache.reported
     assert losses[0] == losses[1]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     plain, optimizer = [], torch.optim.SGD(model.double().train().parameters(), lr=0.1)

@@ -36,6 +36,7 @@ RUNS: tuple[tuple[str, str, int, bool], ...] = (
     ("pipeoptim", "adamw", 1, True),
     ("stash+nesterov-last", "momentum", 1, False),
     ("stash+gap-aware", "adam", 1, False),
+    ("stash+gap-aware-activations", "momentum", 1, False),
     ("gap-aware-loss", "decay", 1, True),
     ("stash+dc-asgd", "momentum", 1, False),
     ("stash+dc-asgd-adaptive", "sgd decay", 2, False),

@@ -33,6 +33,7 @@ from asyncpipe.tests.support.oracles.async_simulation import (
 from asyncpipe.tests.support.oracles.gradient_corrections import (
     DelayCompensatedReference,
     DelayRateReference,
+    GapAwareActivationsReference,
     GapAwareReference,
     LookAheadReference,
     PipeMareRateReference,
@@ -62,6 +63,7 @@ REFERENCES: dict[str, Reference] = {
     "pipemare": PipeMareReference(),
     "stash+delay-rate": Together(Reference(), DelayRateReference()),
     "stash+gap-aware": Together(Reference(), GapAwareReference()),
+    "stash+gap-aware-activations": Together(Reference(), GapAwareActivationsReference()),
     "stash+dc-asgd": Together(Reference(), DelayCompensatedReference()),
     "stash+error-feedback": Together(Reference(), LookAheadReference()),
     "stash+msnag": MsnagReference("sgd"),
