@@ -318,32 +318,35 @@ def moved(
     if not value.is_floating_point() or not value.numel():
         return noisy
     spread, flat = spread or spread_of(value), noisy.reshape(-1)
-    noise = repeated_noise(min(len(flat), _PERIOD), place)
+    noise = repeated_noise(min(len(flat), _PERIOD), place).to(value.device)
     for part in torch.split(flat, _PERIOD):
-        exact = _exact(part)
-        part.copy_(_with_noise(exact, noise[: len(part)].to(exact), spread, any_sign))
+        part.copy_(_with_noise(_exact(part), noise[: len(part)], spread, any_sign))
     return noisy if noisy.is_contiguous() else noisy.copy_(flat.view(value.shape))
 
 
-Spread = tuple[float, float, float]
-"""The least and the largest of some numbers, and their usual size."""
+Spread = tuple[float, float, float, bool]
+"""The least and the largest of some numbers, their usual size, and whether all are usual ones."""
 
 
 def spread_of(value: Tensor) -> Spread:
     """The spread of a tensor's numbers. The usual size leaves out the fill values of masks."""
-    exact = _exact(value.detach())
-    low, high = (float(bound) for bound in torch.aminmax(exact.nan_to_num()))
-    usual = torch.where(exact.abs() <= _LARGEST_COPY, exact, 0)
-    return low, high, float(usual.square().mean().sqrt())
+    usual = exact = _exact(value.detach())
+    low, high = (float(bound) for bound in torch.aminmax(exact))
+    if not (is_usual := max(-low, high) <= _LARGEST_COPY):
+        low, high = (float(bound) for bound in torch.aminmax(exact.nan_to_num()))
+        usual = torch.where(exact.abs() <= _LARGEST_COPY, exact, 0)
+    return low, high, float(usual.norm()) / usual.numel() ** 0.5, is_usual
 
 
 def _with_noise(exact: Tensor, noise: Tensor, spread: Spread, any_sign: bool) -> Tensor:
-    low, high, usual = spread
+    low, high, usual, is_usual = spread
     if low == high == 0:
-        return _OF_ZERO * (noise if any_sign else noise.abs())
-    has_one_sign = low >= 0 or high <= 0
-    other = exact * (_SHARE * noise).exp() if has_one_sign else exact + _SHARE * usual * noise
-    return torch.where(exact.abs() <= _LARGEST_COPY, other, exact)
+        other = _OF_ZERO * (noise if any_sign else noise.abs())
+    elif low >= 0 or high <= 0:
+        other = exact * (_SHARE * noise).exp()
+    else:
+        other = exact + _SHARE * usual * noise
+    return other if is_usual else torch.where(exact.abs() <= _LARGEST_COPY, other, exact)
 
 
 def _exact(value: Tensor) -> Tensor:

@@ -294,6 +294,8 @@ def test_noise_keeps_what_must_stay() -> None:
     spread = torch.tensor([1.0, -2.0, float("-inf"), torch.finfo(torch.float32).min])
     found = moved(spread, 0)
     assert torch.equal(found[2:], spread[2:]) and not torch.equal(found[:2], spread[:2])
+    unknown = torch.tensor([float("nan"), 0.0])
+    assert bool(moved(unknown, 0)[0].isnan()) and moved(unknown, 0)[1] != 0
     positive = torch.tensor([0.0, 1e-6, 3.0, 40.0])
     found = moved(positive, 1)
     assert found[0] == 0 and bool((found[1:] > 0).all()) and bool((found[1:] != positive[1:]).all())
