@@ -18,7 +18,7 @@ from asyncpipe.runtime.executor.compiled import compile_stage
 from asyncpipe.runtime.executor.executor import Executor
 from asyncpipe.runtime.executor.instrumented import StepOptimizers
 from asyncpipe.runtime.executor.loading import load_stage
-from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges, shared_stages
+from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.schedule.asynchronous import ASYNCHRONOUS
 from asyncpipe.runtime.schedule.builders import AUTO, fit_auto, make_schedule
@@ -170,7 +170,7 @@ class Configuration:
                 rank_of_stage=made.rank_of_stage,
                 edges=forward_edges(self._plan),
                 grad_edges=gradient_edges(self._plan),
-                shared_stages=shared_stages(self._plan),
+                shared_stages=[[j for j, _ in each.holders] for each in self._plan.shared],
             )
             self._schedule = self._lowered(fitted.schedule)
 

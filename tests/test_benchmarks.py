@@ -1,9 +1,12 @@
 """The foundations of the benchmarks: a process that dies costs its case and not the run."""
 
+import ast
+import importlib
 import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +17,23 @@ from asyncpipe.tests.support.models.finetune_archives import write_stand_in
 from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+def imported(module: str, name: str) -> object:
+    with suppress(ImportError):
+        return importlib.import_module(f"{module}.{name}")
+    return getattr(importlib.import_module(module), name, None)
+
+
+def test_every_name_that_a_benchmark_imports_exists() -> None:
+    names = {
+        (node.module, alias.name)
+        for path in FOLDER.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("asyncpipe")
+        for alias in node.names
+    }
+    assert [name for name in sorted(names) if imported(*name) is None] == []
 
 
 @pytest.fixture
