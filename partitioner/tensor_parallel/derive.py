@@ -207,8 +207,10 @@ class _Search:
         for tensor, found in places.items():
             if len(found) > 1 and tensor in readers:
                 first, is_dropout = min(readers[tensor]), tensor in dropouts
-                what = "dropout runs on others too" if is_dropout else "weights are also read whole"
-                raise _Failed(first, f"its {what}", readers[tensor], is_final=True)
+                why = "its weights are also read whole"
+                if is_dropout:
+                    why = "its dropout is also applied to other values"
+                raise _Failed(first, why, readers[tensor], is_final=True)
 
     def learn(self, failure: _Failed) -> None:
         """Gives the products before a failure another dimension, or closes them."""

@@ -393,7 +393,9 @@ def test_attention_that_does_not_depend_on_the_example_is_tried_with_other_value
 def test_a_dropout_of_parts_and_of_a_whole_value_keeps_its_layers_whole(tmp_path: Path) -> None:
     text = split(tmp_path / "net", SharedDropout(), {"x": torch.randn(4, 8)})
     assert "nn.Dropout(0.3)" in text and "up = nn.Linear" in text and "ColumnLinear(8, 24)" in text
-    assert any("dropout runs on others too" in n for n in read_plan(tmp_path / "net").notes)
+    assert any(
+        "dropout is also applied to other values" in n for n in read_plan(tmp_path / "net").notes
+    )
 
 
 def test_a_buffer_that_changes_and_weights_with_parametrizations_stay_whole(
