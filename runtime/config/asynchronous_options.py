@@ -49,7 +49,7 @@ def resolve_asynchronous(settings: Settings) -> dict[str, Any]:
     cap = settings.staleness_cap
     if settings.schedule == "virtual-stages-1f1b" and cap is None:
         cap = DEFAULT_CAP
-    steps_of_start(settings)
+    synchronous_steps(settings)
     if settings.schedule != "2bw":
         methods = "stash" if settings.staleness is None else settings.staleness
         return {"staleness": methods, "staleness_cap": cap}
@@ -129,10 +129,29 @@ def longest_segment(config: RunConfig) -> int:
     return max(1, MICRO_BATCHES_PER_SEGMENT // config.micro_batches)
 
 
-def steps_of_start(settings: Settings) -> int:
-    """The number of steps that `sync_start`, a number or a share of all, makes synchronous. Raises
-    SettingsError for another text."""
-    text = settings.sync_start or "0"
+def synchronous_steps(settings: Settings) -> tuple[int, int]:
+    """The numbers of steps that `sync_start` and `sync_end`, each a number or a share of all, make
+    synchronous. Raises SettingsError for another text, and if they are more than there are."""
+    start, end = (_number_of_steps(settings, name) for name in ("sync_start", "sync_end"))
+    if start + end > settings.steps:
+        raise SettingsError(
+            f"--sync-start {settings.sync_start} and --sync-end {settings.sync_end} are "
+            f"{start + end} steps, but there are {settings.steps}.",
+            f"--sync-end {settings.steps - start}",
+        )
+    return start, end
+
+
+def asynchronous_steps(config: RunConfig, stop: int) -> range:
+    """The steps, counted from 0, that are made asynchronously before step `stop`."""
+    if not config.is_async:
+        return range(0)
+    start, end = synchronous_steps(config)
+    return range(start, min(stop, config.steps - end) if end else stop)
+
+
+def _number_of_steps(settings: Settings, name: str) -> int:
+    text = getattr(settings, name) or "0"
     match = re.fullmatch(r"(\d{1,15})|(\d{1,9}(?:\.\d{1,9})?)%", text)
     steps = -1
     if match:
@@ -140,8 +159,8 @@ def steps_of_start(settings: Settings) -> int:
         steps = int(match[1] or share)
     if not 0 <= steps <= settings.steps:
         raise SettingsError(
-            f"--sync-start {text} is not a number or a share of the {settings.steps} steps.",
-            "--sync-start 20, or --sync-start 5%",
+            f"{flag_of(name)} {text} is not a number or a share of the {settings.steps} steps.",
+            f"{flag_of(name)} 20, or {flag_of(name)} 5%",
         )
     return steps
 
@@ -208,7 +227,7 @@ def delays_of(
         ahead = (0,) * schedule.stages
     two_from = None
     if config and not schedule.synchronous and "2bw" in parse(config.methods):
-        two_from = steps_of_start(config)
+        two_from, _ = synchronous_steps(config)
     return Delays(ahead, schedule.step_every, first_micro_batch, first_version, two_from)
 
 

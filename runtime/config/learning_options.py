@@ -37,6 +37,9 @@ _SCHEDULE = replace(
     words="FILE.py:FUNCTION (linear, cosine and wsd are values of --decay)",
     example="schedules.py:inverse_root",
 )
+_SYNCHRONOUS = Text(
+    "a number of steps or a share of them", "5%", form(r"[0-9]{1,15}|[0-9]{1,9}(\.[0-9]{1,9})?%")
+)
 STEPS = Whole(0, 10**12, 100)
 POSITIVE_STEPS = Whole(1, 10**12, 10)
 
@@ -138,13 +141,17 @@ class LearningOptions:
     )
     sync_start: str | None = _asynchronous(
         None,
-        Text(
-            "a number of steps or a share of them",
-            "5%",
-            form(r"[0-9]{1,15}|[0-9]{1,9}(\.[0-9]{1,9})?%"),
-        ),
+        _SYNCHRONOUS,
         "Length of a synchronous 1f1b start before asynchronous training, in steps (20) or as a "
         "share of all steps (5%).",
+        applies_to="asynchronous",
+        of_method=True,
+    )
+    sync_end: str | None = _asynchronous(
+        None,
+        _SYNCHRONOUS,
+        "Length of a synchronous 1f1b end after asynchronous training, in steps (100) or as a "
+        "share of all steps (10%).",
         applies_to="asynchronous",
         of_method=True,
     )

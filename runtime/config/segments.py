@@ -2,7 +2,7 @@
 
 A segment of a synchronous schedule is one step; of an asynchronous schedule it is the steps up to
 the next evaluation, checkpoint or flush, for which the pipeline drains. The synchronous steps at
-the start of an asynchronous run, and a short last step, are separate segments.
+the start and the end of an asynchronous run, and a short last step, are separate segments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..schedule.tasks import NO_LIMIT, ActivationLimit
 from ..schedule.text import from_text
 from ..schedule.validation import validate
 from ..serialization import Origin, read_text
-from .asynchronous_options import longest_segment, steps_of_start
+from .asynchronous_options import asynchronous_steps, longest_segment
 from .batch_layout import describe_stages, stage_replicas
 from .settings import RunConfig
 
@@ -224,15 +224,20 @@ def _read(path: str, plan: Plan, config: RunConfig) -> Schedule:
 
 
 def segments(
-    config: RunConfig, start: int = 0, event_after: Callable[[int], int] | None = None
+    config: RunConfig,
+    start: int = 0,
+    event_after: Callable[[int], int] | None = None,
+    stop: int | None = None,
 ) -> Iterator[RunSegment]:
     """The segments of a run after its first `start` steps; a segment ends at the first event after
-    a step, as `event_after` says."""
+    a step, as `event_after` says. `stop` is the step to end with, if not that of the options."""
     every = config.micro_batches
-    whole = config.steps - (config.left_over > 0)
+    whole = config.steps - (config.left_over > 0) if stop is None else stop
+    asynchronous = asynchronous_steps(config, whole)
     while start < whole:
-        is_sync = not config.is_async or start < steps_of_start(config)
-        end = min(start + (1 if is_sync else longest_segment(config)), whole)
+        is_sync = start not in asynchronous
+        end = start + 1 if is_sync else min(start + longest_segment(config), asynchronous.stop)
+        end = min(end, whole)
         for often in (config.eval_every, config.flush_every, config.save_every):
             if often:
                 end = min(end, (start // often + 1) * often)

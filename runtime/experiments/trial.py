@@ -15,7 +15,7 @@ sync                        synchronous, the optimizer and learning rates of the
 none, stash, ..             asynchronous, with that --staleness (several joined by +)
 stash:muon                  with its own optimizer
 stash:adamw,lr=0.001        and with its own options of asyncpipe-train
-stash,sync-start=10%        the first tenth of the steps synchronous
+stash,sync-start=10%        the first tenth of the steps synchronous; sync-end=10%: the last
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from ..config.asynchronous_options import asynchronous_steps
 from ..config.segments import segments
 from ..config.settings import RunConfig
 from ..distributed.process_groups import World
@@ -255,12 +256,14 @@ def _numbers(message: StageMessage) -> tuple[int, ...]:
 
 def drawn_steps(config: RunConfig, stages: int) -> range:
     """The steps, counted from 1, that are recorded without `--trace`: the last, or in an
-    asynchronous run two and those by which the last stage is ahead of the first."""
-    if not config.is_async:
+    asynchronous run two and those by which the last stage is ahead of the first, before a
+    synchronous end."""
+    asynchronous = asynchronous_steps(config, config.steps)
+    if not asynchronous:
         return range(config.steps, config.steps + 1)
-    ahead = -(-stages // config.micro_batches)
-    first = max(1, config.steps - 1 - ahead)
-    return range(first, min(first + 1 + ahead, config.steps) + 1)
+    ahead, last = -(-stages // config.micro_batches), asynchronous.stop
+    first = max(1, last - 1 - ahead)
+    return range(first, min(first + 1 + ahead, last) + 1)
 
 
 def steady_steps(config: RunConfig, schedule: Schedule, start: int = 0) -> range:
@@ -274,7 +277,8 @@ def steady_steps(config: RunConfig, schedule: Schedule, start: int = 0) -> range
     # A segment begins at every multiple of these, so earlier segments can be skipped.
     often = config.eval_every or config.flush_every or config.save_every
     if often:
-        start = max(start, (config.steps // often - 2 - 2**14 // often) * often)
+        last = asynchronous_steps(config, config.steps).stop
+        start = max(start, (last // often - 2 - 2**14 // often) * often)
     best = range(0)
     for segment in segments(config, start):
         last = segment.steps.stop - ahead

@@ -303,7 +303,7 @@ class ErrorFeedback(Staleness):
     u_t, the weights after making the last step tau more times. A run is therefore evaluated and
     saved at y = x + tau u_t (`eval_weights`). Weight decay acts on x and is not a part of u. tau is
     the mean delay of the gradients of a step (`StageContext.tau`); where it changes, in a ramp,
-    each step takes back exactly the excess of the last one.
+    each step takes back exactly the excess of the last one. Synchronous steps begin with y.
     """
 
     decides = frozenset({"step", "horizon"})
@@ -313,6 +313,20 @@ class ErrorFeedback(Staleness):
         self._last: dict[str, Tensor] = {}
         self._looks_ahead: dict[str, float] = {}
         """Tau of the last step, for each weight whose step was extended."""
+
+    def begin(self, context: StageContext) -> None:
+        super().begin(context)
+        if self.steps is not None:
+            self._return(self.steps.weights)
+
+    @torch.no_grad()
+    def _return(self, weights: WeightVersions) -> None:
+        """Before synchronous steps, gives the live weights the values to evaluate."""
+        if not self.context.synchronous:
+            return
+        for name, last in self._last.items():
+            weights.live[name].add_(last, alpha=self._looks_ahead[name])
+        self._last, self._looks_ahead = {}, {}
 
     def state(self, weights: WeightVersions) -> State:
         ahead = {
@@ -324,6 +338,7 @@ class ErrorFeedback(Staleness):
     def load(self, weights: WeightVersions, state: State) -> None:
         self._last = dict(state["last"])
         self._looks_ahead = {name: float(steps) for name, steps in state["ahead"].items()}
+        self._return(weights)
 
     @contextmanager
     def stepping(self, weights: WeightVersions) -> Iterator[None]:

@@ -39,6 +39,7 @@ class PipelineKeywords(TypedDict, total=False):
     staleness_cap: int | None
     flush_every: int
     sync_start: str | None
+    sync_end: str | None
     micro_batches: int | None
     micro_batch_size: int | None
     seq: int | None
@@ -92,6 +93,7 @@ def joined_job(
     check_keywords("Pipeline", options, PipelineKeywords)
     planned = read_plan(str(folder))
     _check_objects(planned, loss, options.get("optimizer"))
+    _check_has_length(options)
     settings = Settings(
         folder=str(folder),
         data=GIVEN,
@@ -136,6 +138,17 @@ def _check_objects(plan: Plan, loss: object, optimizer: object) -> None:
             "name of a built-in one.",
             "Give yours to the step: pipe.step(batch, optimizer=optimizer).",
         )
+
+
+def _check_has_length(options: Mapping[str, Any]) -> None:
+    """Raises SettingsError for a part of the run without the length of the run."""
+    for name in ("sync_start", "sync_end"):
+        value = str(options.get(name) or "")
+        if value and "steps" not in options and (name == "sync_end" or "%" in value):
+            raise SettingsError(
+                f"{name}={value!r} depends on the number of steps, which was not given.",
+                "Give it to the pipeline, for example steps=1000.",
+            )
 
 
 def check_keywords(call: str, options: Mapping[str, Any], keywords: type[Any]) -> None:

@@ -255,8 +255,7 @@ class Pipeline(TrainedStages):
         is_left = False
         with gate:
             event_after = self.events.next if self.events else None
-            config = replace(self.config, steps=start + steps)
-            for segment in segments(config, start, event_after):
+            for segment in segments(self.config, start, event_after, start + steps):
                 begin = segment.steps.start
                 if not gate.may(begin + 1):
                     break

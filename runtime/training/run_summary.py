@@ -16,7 +16,7 @@ from ..config.asynchronous_options import (
     describe_copies,
     describe_delays,
     longest_segment,
-    steps_of_start,
+    synchronous_steps,
 )
 from ..config.batch_layout import describe_stages, in_words
 from ..config.freezing_options import describe_freezing
@@ -314,9 +314,9 @@ def _when_drained(config: RunConfig) -> str:
     often = f" and every {longest} steps" if config.steps > longest else ""
     borders = "evaluations and checkpoints" if config.save_every else "evaluations"
     text = f"drained at {borders}{often}"
-    if first := steps_of_start(config):
-        text += f"; synchronous 1f1b for the first {counted(first, 'step')}"
-    return text
+    ends = zip(("first", "last"), synchronous_steps(config), strict=True)
+    parts = [f"the {which} {counted(steps, 'step')}" for which, steps in ends if steps]
+    return f"{text}; synchronous 1f1b for {' and '.join(parts)}" if parts else text
 
 
 def describe_staleness(plan: Plan, schedule: Schedule, config: RunConfig) -> list[tuple[str, str]]:

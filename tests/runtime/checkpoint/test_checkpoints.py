@@ -181,7 +181,8 @@ def test_a_run_goes_on_from_any_step_under_any_schedule(
     options: dict[str, Any] = {"schedule": schedule, "save_every": every, "steps": 8}
     options |= {"eval_every": eval_every, "eval_batches": 2}
     options |= {"ranks": 1} if schedule != "single" else {}
-    options |= {"flush_every": flush_every, "sync_start": "2"} if is_async else {}
+    if is_async:
+        options |= {"flush_every": flush_every, "sync_start": "2", "sync_end": "2"}
     whole = train(folders / "noisy4", tmp_path_factory.mktemp("any") / "whole", **options)
     assert_goes_on_as(whole, folders / "noisy4", min(every * at, 7 // every * every), **options)
 

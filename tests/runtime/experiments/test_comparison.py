@@ -67,6 +67,7 @@ def loss_of_training(settings: Settings, output: Path) -> float:
         {"schedule": "single"},
         {"schedule": "async-1f1b", "staleness": "stash", "optimizer": "adamw", "clip": 0.5},
         {"schedule": "async-1f1b", "staleness": "none", "sync_start": "2", "momentum": 0.9},
+        {"schedule": "async-1f1b", "staleness": "stash", "sync_end": "40%", "clip": 0.5},
         {"schedule": "async-1f1b", "micro_batches": 1, "ahead": "2x", "flush_every": 4},
     ],
 )
@@ -282,6 +283,8 @@ def test_synchronous_steps_take_those_of_1f1b_and_the_rest_begins_after_them(fol
     assert ends[:3] == pytest.approx([flushed, 2 * flushed, 3 * flushed])
     rest = ends_of(steps=7, sync_start=None)
     assert ends[3:] == pytest.approx([3 * flushed + end for end in rest])
+    last = ends_of(sync_start=None, sync_end="3")
+    assert last == pytest.approx([*rest, *(rest[-1] + each for each in ends[:3])])
     sync = ends_of(schedule="single")
     assert sync == pytest.approx([step * flushed for step in range(1, 11)])
     assert ends[-1] < sync[-1]

@@ -135,6 +135,12 @@ def test_an_asynchronous_trace_shows_steady_steps_and_not_the_drain(folder: Path
         ({"trace": "2-5"}, 4, 1, range(0)),
         ({"schedule": "1f1b"}, 4, 1, range(0)),
         ({"sync_start": "97"}, 4, 1, range(0)),
+        ({"sync_end": "20%"}, 4, 1, range(74, 77)),
+        (
+            {"steps": 10**9, "eval_every": 10, "sync_end": "10%"},
+            *(2, 4),
+            range(9 * 10**8 - 3, 9 * 10**8),
+        ),
     ],
 )
 def test_steady_steps_are_the_last_before_a_drain(

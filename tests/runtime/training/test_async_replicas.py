@@ -241,11 +241,12 @@ def test_a_run_equals_one_pipeline_with_all_micro_batches(
     assert second and all(number % 4 in (2, 3) for number in second)
 
 
-def test_flushes_a_synchronous_start_and_a_short_last_step_are_those_of_one_pipeline(
+def test_flushes_synchronous_steps_and_a_short_last_step_are_those_of_one_pipeline(
     folders: Path, tmp_path: Path
 ) -> None:
     # One micro-batch of a step in each replica, or one of as many samples.
     given = {"schedule": "async-1f1b", "sync_start": "1", "flush_every": 3, "eval_every": 4}
+    given |= {"sync_end": "2"}
     given |= {"samples": 6 * 12 + 7, "remainder": "proportional", "steps": Settings.steps}
     given |= {"micro_batches": 1, "optimizer": "adamw", "clip": 0.5}
     one = train(folders / "mlp", tmp_path / "one", micro_batch_size=12, **given)

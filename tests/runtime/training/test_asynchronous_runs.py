@@ -81,6 +81,7 @@ def delays_of_steps(ends: list[int], steps: int) -> list[float]:
         ({"flush_every": 3}, [3, 6]),
         ({"eval_every": 4, "eval_batches": 1}, [4]),
         ({"sync_start": "25%"}, [1, 2]),
+        ({"sync_start": "1", "sync_end": "25%"}, [1, 6, 7]),
     ],
 )
 def test_metrics_have_the_delays_of_the_ledger(
@@ -128,6 +129,24 @@ def test_a_start_is_synchronous_and_what_follows_is_not(folder: Path, tmp_path: 
     assert steps_of(lines, "loss")[-1] != steps_of(plain, "loss")[-1]
 
 
+def test_an_end_is_that_of_the_run_when_it_resumes_synchronously(
+    folder: Path, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"optimizer": "adamw", "clip": 0.05, "decay": "cosine", "lr": 0.01}
+    given |= {"save_every": 3}
+    lines = train(folder, tmp_path / "end", sync_end="2", **given)
+    start = train(folder, tmp_path / "start", **given)
+    checkpoint = tmp_path / "start" / "checkpoints" / "step-000006"
+    given |= {"schedule": "single", "ranks": None}
+    rest = train(folder, tmp_path / "resumed", resume=str(checkpoint), **given)
+    for name in ("loss", "lr", "grad_norm"):
+        assert steps_of(lines, name) == steps_of(start, name)[:6] + steps_of(rest, name)
+    assert steps_of(lines, "loss")[-1] != steps_of(start, "loss")[-1]
+    expected = weights(tmp_path / "resumed")
+    for name, value in weights(tmp_path / "end").items():
+        assert torch.equal(value, expected[name])
+
+
 def test_a_flush_after_every_step_is_synchronous(folder: Path, tmp_path: Path) -> None:
     lines = train(folder, tmp_path / "async", flush_every=1)
     plain = train(folder, tmp_path / "sync", schedule="single")
@@ -165,7 +184,9 @@ def test_samples_make_steps_over_epochs_without_a_drain(folder: Path) -> None:
 
 
 def test_staleness_is_told_before_the_run_and_at_its_end(folder: Path, tmp_path: Path) -> None:
-    lines = train(folder, tmp_path / "run", ahead="2x", flush_every=4, sync_start="1")
+    lines = train(
+        folder, tmp_path / "run", ahead="2x", flush_every=4, sync_start="1", sync_end="25%"
+    )
     facts = events_of(tmp_path / "run", "start")[0]
     (line,) = [line for line in lines if line["event"] == "start"]
     assert line["methods"] == ["stash"]
@@ -173,7 +194,8 @@ def test_staleness_is_told_before_the_run_and_at_its_end(folder: Path, tmp_path:
         "stage 0: 3 steps, stage 1: 2 steps, stage 2: 1 step, stage 3: none"
     )
     assert facts["schedule"].endswith(
-        "drained at evaluations and every 4 steps; synchronous 1f1b for the first 1 step"
+        "drained at evaluations and every 4 steps; synchronous 1f1b for the first 1 step and "
+        "the last 2 steps"
     )
 
 
@@ -225,6 +247,12 @@ def test_2bw_has_its_own_versions_of_the_weights(folder: Path) -> None:
         ({"schedule": "1f1b", "flush_every": 2}, "--flush-every 2, but under 1f1b all stages"),
         ({"sync_start": "9"}, "--sync-start 9 is not a number or a share of the 8 steps"),
         ({"sync_start": "5 %"}, "--sync-start 5 % is not a number of steps"),
+        ({"sync_end": "120%"}, "--sync-end 120% is not a number or a share of the 8 steps"),
+        (
+            {"sync_start": "5", "sync_end": "50%"},
+            "--sync-start 5 and --sync-end 50% are 9 steps, but there are 8",
+        ),
+        ({"schedule": "single", "sync_end": "2"}, "--sync-end 2, but under single all stages wait"),
         ({"samples": 7}, "--samples 7 are fewer than the 8 of one step"),
         ({"samples": 70, "steps": 7}, "--samples 70 are 8 steps, but --steps is 7"),
         ({"remainder": "proportional"}, "--remainder proportional, but --steps leaves none"),

@@ -233,18 +233,24 @@ def trained(rank: int, folder: str, options: dict[str, Any], steps: int) -> dict
         {name: column[order[8 * step : 8 * step + 8]] for name, column in data.items()}
         for step in range(steps)
     ]
-    losses = [result.loss for result in pipe.stream(given)]
+    length = options.get("flush_every", steps)
+    streams = [given[start : start + length] for start in range(0, steps, length)]
+    losses = [result.loss for stream in streams for result in pipe.stream(stream)]
     return {"losses": losses, "weights": pipe.state_dict()}
+
+
+ASYNC_SGD = {"schedule": "async-1f1b", "staleness": "stash", "momentum": 0.9, "optimizer": "sgd"}
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"schedule": "1f1b", "clip": 0.3},
-        {"schedule": "async-1f1b", "staleness": "stash", "momentum": 0.9, "optimizer": "sgd"},
+        ASYNC_SGD,
+        ASYNC_SGD | {"flush_every": 3, "sync_end": "20%", "clip": 0.3, "transport": "gloo"},
         {"schedule": "async-1f1b", "replicas": 2, "micro_batch_size": 2, "clip": 0.3},
     ],
-    ids=["1f1b", "async", "replicas"],
+    ids=["1f1b", "async", "synchronous end", "replicas"],
 )
 def test_a_stream_has_the_numbers_of_the_command_to_the_last_bit(
     folder: Path, tmp_path: Path, options: dict[str, Any]
@@ -379,6 +385,8 @@ def test_a_process_alone_runs_all_stages_and_asks_for_a_launcher_for_more(folder
     with pytest.raises(AsyncPipeError, match="this process is alone") as raised:
         asyncpipe.Pipeline(folder, loss=loss_of, ranks=2)
     assert "torchrun" in raised.value.cure
+    with pytest.raises(AsyncPipeError, match="sync_end='10%' depends on the number of steps"):
+        asyncpipe.Pipeline(folder, loss=loss_of, schedule="async-1f1b", sync_end="10%")
 
 
 def unlike_calls(rank: int, folder: str, kind: str, target: str) -> str:

@@ -38,6 +38,7 @@ SCALED: dict[str, dict[str, Any]] = {
     "predictions": {"staleness": "stash+msnag+delay-rate", "clip": 0.05},
     "soap": {"optimizer": "soap", "lr": 0.01, "refresh_every": 3},
     "a synchronous start": {"staleness": "stash+delay-rate", "sync_start": "3", "flush_every": 4},
+    "a synchronous end": {"staleness": "stash+error-feedback", "sync_end": "3", "clip": 0.05},
     "2bw": {"schedule": "2bw", "staleness": "2bw+error-feedback+delay-rate", "micro_batches": 2},
 }
 

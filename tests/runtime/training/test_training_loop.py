@@ -332,5 +332,6 @@ def test_asynchronous_segments_end_at_evaluations_and_before_they_grow_long() ->
     assert ends(steps=2, micro_batches=8192) == [1, 2]
     assert ends(steps=10, flush_every=3, eval_every=5, micro_batches=1) == [3, 5, 6, 9, 10]
     assert ends(steps=20, sync_start="10%", micro_batches=1) == [1, 2, 20]
+    assert ends(steps=20, sync_end="15%", eval_every=8, micro_batches=1) == [8, 16, 17, 18, 19, 20]
     synchronous = [segment.steps for segment in segments(run_config(steps=3))]
     assert synchronous == [range(0, 1), range(1, 2), range(2, 3)]

@@ -142,6 +142,9 @@ class Oracle:
     modules: list[nn.Module]
     losses: dict[int, Tensor] = field(default_factory=dict)
     ledger: set[tuple[int, int, int, int]] = field(default_factory=set)
+    histories: list[StageHistory] = field(default_factory=list)
+    left_over: dict[str, Tensor] = field(default_factory=dict)
+    """The gradients of each tied weight that no step has used, by its first name."""
 
 
 def plain_losses_and_gradients(
@@ -224,7 +227,7 @@ def async_run(
     ]
     window_sum: list[Values] = [{} for _ in modules]
     tied_sums: dict[tuple[str, int], list[Tensor]] = {}
-    oracle = Oracle(modules)
+    oracle = Oracle(modules, histories=histories)
     for turn in range(steps * k * replicas):
         t, replica = divmod(turn, replicas)
         place = t // k * k * replicas + replica * k + t % k
@@ -292,7 +295,7 @@ def async_run(
                     parameter.grad = window_sum[j].pop(name, None)
             for shared in plan.shared:
                 late = math.ceil(max(ahead[j] for j, _ in shared.holders) / k)
-                due = tied_sums.get((shared.names[0], version - late))
+                due = tied_sums.pop((shared.names[0], version - late), None)
                 for j, name in shared.holders:
                     parameter = modules[j].get_parameter(name)
                     parameter.grad = None if due is None else _left_sum(due)
@@ -304,6 +307,9 @@ def async_run(
                 history.weights.append(_snapshot(module))
                 history.states.append(_state(module, optimizer))
                 method.accumulated(history, {})
+    for (name, _), parts in sorted(tied_sums.items()):
+        before = oracle.left_over.get(name)
+        oracle.left_over[name] = _left_sum(parts if before is None else [before, _left_sum(parts)])
     return oracle
 
 

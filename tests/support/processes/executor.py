@@ -167,6 +167,7 @@ def train_together(
     schedule: Schedule,
     *,
     segments: int = 1,
+    then: Sequence[Schedule] = (),
     optimize: Optimize | None = None,
     factors: Factors | None = None,
     criterion: Callable[[Any, Tensor], Tensor] | None = None,
@@ -177,7 +178,8 @@ def train_together(
     observer: type[Seen] = Seen,
     **options: Any,
 ) -> Trained:
-    """All ranks of a schedule in this thread, for some segments one after the other."""
+    """All ranks of a schedule in this thread, for some segments one after the other, and `then`
+    those of other schedules."""
     modules = modules or model.build()
     hub = LocalHub(len(schedule.ranks))
     pipelines = [
@@ -197,12 +199,12 @@ def train_together(
     if optimize:
         _attach(pipelines, seen, factors or (lambda version: 1.0))
     trained = Trained(modules, pipelines, seen)
-    for segment in range(segments):
-        first = segment * schedule.micro_batches
+    first = 0
+    for part in (*[schedule] * segments, *then):
         trained.reports += run_together(
             [
                 pipeline.steps(
-                    schedule,
+                    part,
                     model.make_inputs,
                     first_micro_batch=first,
                     observer=trained.seen,
@@ -211,6 +213,7 @@ def train_together(
                 for pipeline in pipelines
             ]
         )
+        first += part.micro_batches
         for pipeline in pipelines:
             pipeline.close()
     return trained
