@@ -28,6 +28,17 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
 
 
+class Embedding(nn.Module):
+    def __init__(self, tok: nn.Embedding, pos: nn.Embedding) -> None:
+        super().__init__()
+        self.tok, self.pos = tok, pos
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        embedded: Tensor = self.tok(input_ids) + self.pos(positions)
+        return embedded
+
+
 class GPT(nn.Module):
     def __init__(self, layers: int, width: int, heads: int, tokens: int, vocabulary: int) -> None:
         super().__init__()
@@ -44,6 +55,12 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.head(self.ln_f(x))
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    def units(self) -> list[nn.Module]:
+        """Modules in a row, the first of the tokens, the last to the logits: one may cut between
+        them."""
+        first = Embedding(self.tok, self.pos)
+        return [first, *self.blocks, nn.Sequential(self.ln_f, self.head)]
 
 
 def build(

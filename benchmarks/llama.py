@@ -1,7 +1,6 @@
 """A model with the shapes of Llama: rotary positions, grouped queries, RMSNorm and SwiGLU.
 
-It has the attributes of `gpt.GPT` but for `pos`, so that `peers` cuts it alike, and needs no other
-package.
+It needs no other package.
 """
 
 import gpt
@@ -70,6 +69,10 @@ class Llama(nn.Module):
             x = block(x)
         logits = self.head(self.ln_f(x))
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    def units(self) -> list[nn.Module]:
+        """As those of `gpt.GPT`."""
+        return [self.tok, *self.blocks, nn.Sequential(self.ln_f, self.head)]
 
 
 def build(

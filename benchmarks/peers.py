@@ -1,4 +1,4 @@
-"""The same GPT trained with torch's own tools: plain, with DDP, and with its pipeline schedules.
+"""The same model trained with torch's own tools: plain, with DDP, and with its pipeline schedules.
 
 torch leaves the cuts to the user, so it gets the best ones between blocks by measured costs
 (`cut_units`), for each placement of stages on ranks; it also gets the loss as a function outside
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import gpt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,32 +32,29 @@ TORCH = {
 }
 
 
-class Embedding(nn.Module):
-    def __init__(self, model: gpt.GPT) -> None:
+class Row(nn.Module):
+    """Units one after the other; what lies between two of them may be several tensors."""
+
+    def __init__(self, units: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.tok, self.pos = model.tok, model.pos
+        self.units = nn.ModuleList(units)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        embedded: Tensor = self.tok(input_ids) + self.pos(positions)
-        return embedded
-
-
-def units_of(model: gpt.GPT) -> list[nn.Module]:
-    """The model as a list of modules between which one may cut: embedding, blocks, head."""
-    first = Embedding(model) if hasattr(model, "pos") else model.tok
-    return [first, *model.blocks, nn.Sequential(model.ln_f, model.head)]
+    def forward(self, *given: Tensor) -> Any:
+        for unit in self.units:
+            made = unit(*given)
+            given = made if isinstance(made, tuple) else (made,)
+        return made
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def plain(model: gpt.GPT, batch: Batch, step_every: int | None = None) -> Step:
+def plain(model: Any, batch: Batch, step_every: int | None = None) -> Step:
     """The plain model, one micro-batch after the other, with a step at the end or `step_every`."""
     optimizer = optimizer_of(model.parameters())
     every = step_every or len(batch)
@@ -73,7 +69,7 @@ def plain(model: gpt.GPT, batch: Batch, step_every: int | None = None) -> Step:
     return step
 
 
-def data_parallel(model: gpt.GPT, batch: Batch, rank: int, ranks: int) -> Step:
+def data_parallel(model: Any, batch: Batch, rank: int, ranks: int) -> Step:
     """torch's DistributedDataParallel: each rank takes its share of the micro-batches."""
     replica = DistributedDataParallel(model)
     optimizer = optimizer_of(replica.parameters())
@@ -89,23 +85,25 @@ def data_parallel(model: gpt.GPT, batch: Batch, rank: int, ranks: int) -> Step:
     return step
 
 
-def unit_costs(model: gpt.GPT, inputs: dict[str, Tensor], rounds: int = 5) -> list[float]:
+def unit_costs(model: Any, inputs: dict[str, Tensor], rounds: int = 5) -> list[float]:
     """Seconds of forward and backward of each unit for one micro-batch: the minimum of several
     runs."""
-    units = units_of(model)
+    units = model.units()
     least = [float("inf")] * len(units)
     for _ in range(rounds):
-        value = inputs["input_ids"]
+        values: tuple[Tensor, ...] = (inputs["input_ids"],)
         for number, unit in enumerate(units):
-            finish(value.device)
+            finish(values[0].device)
             start = time.perf_counter()
-            given = value.detach().requires_grad_(number > 0)
-            made = unit(given)
-            result = loss_of(made, inputs["labels"]) if number == len(units) - 1 else made
-            result.backward(None if result.ndim == 0 else torch.ones_like(result))
-            finish(value.device)
+            made = unit(*(value.detach().requires_grad_(number > 0) for value in values))
+            results = made if isinstance(made, tuple) else (made,)
+            if number == len(units) - 1:
+                loss_of(made, inputs["labels"]).backward()
+            else:
+                torch.autograd.backward(results, [*map(torch.ones_like, results)])
+            finish(values[0].device)
             least[number] = min(least[number], time.perf_counter() - start)
-            value = made.detach()
+            values = tuple(result.detach() for result in results)
     model.zero_grad(set_to_none=True)
     return least
 
@@ -145,16 +143,16 @@ def rank_of(stage: int, ranks: int, v_shaped: bool) -> int:
 
 
 def pipelined(
-    model: gpt.GPT, batch: Batch, rank: int, ranks: int, name: str, costs: Sequence[float]
+    model: Any, batch: Batch, rank: int, ranks: int, name: str, costs: Sequence[float]
 ) -> Step:
     """One of torch's schedules over the best cuts between units."""
     kind, each, v_shaped = TORCH[name]
     edges = cut_units(costs, ranks, each, v_shaped)
-    units, count = units_of(model), ranks * each
+    units, count = model.units(), ranks * each
     mine = [stage for stage in range(count) if rank_of(stage, ranks, v_shaped) == rank]
     stages = [
         PipelineStage(
-            nn.Sequential(*units[edges[stage] : edges[stage + 1]]),
+            Row(units[edges[stage] : edges[stage + 1]]),
             stage,
             count,
             batch[0]["input_ids"].device,
@@ -178,9 +176,9 @@ def pipelined(
     return step
 
 
-def is_possible(name: str, ranks: int, micro_batches: int, layers: int) -> bool:
-    """True if torch has the schedule for these ranks and micro-batches, and the model has enough
+def is_possible(name: str, ranks: int, micro_batches: int, units: int) -> bool:
+    """True if torch has the schedule for these ranks and micro-batches, and the model has so many
     units."""
     kind, each, _ = TORCH[name]
     least = 2 * ranks if kind == "DualPipeV" else ranks
-    return micro_batches >= least and ranks * each <= layers + 2
+    return micro_batches >= least and ranks * each <= units

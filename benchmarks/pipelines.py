@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, pstdev
 from typing import Any
 
 import peers
@@ -21,15 +21,18 @@ from asyncpipe.runtime.executor.loading import load_stage
 from asyncpipe.runtime.executor.mailbox import forward_edges, gradient_edges
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.schedule.asynchronous import ASYNCHRONOUS
-from asyncpipe.runtime.schedule.builders import AUTO, fit_auto, make_schedule
+from asyncpipe.runtime.schedule.builders import AUTO, make_schedule
 from asyncpipe.runtime.schedule.dependencies import lower
+from asyncpipe.runtime.schedule.finalists import Trial, finalists
 from asyncpipe.runtime.schedule.schedule import Schedule
 from asyncpipe.runtime.schedule.simulate import ActionCosts
+from asyncpipe.runtime.schedule.tasks import Tasks
 from asyncpipe.runtime.training.remeasure import with_split_backwards, with_whole_backwards
 from asyncpipe.runtime.transports.choose import open_transport
 
 ASYNC_MICRO_BATCHES = 48
 MEASURED_STEPS = 3
+TRIED_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -163,16 +166,18 @@ class Configuration:
         )
         self._schedule = self._lowered(made)
         if ours.schedule == AUTO:
-            fitted = fit_auto(
-                self._measured(made),
+            costs, spread = self._measured(made)
+            tasks = Tasks(
+                costs,
+                made.rank_of_stage,
                 len(batch),
-                ranks=ranks,
-                rank_of_stage=made.rank_of_stage,
                 edges=forward_edges(self._plan),
                 grad_edges=gradient_edges(self._plan),
                 shared_stages=[[j for j, _ in each.holders] for each in self._plan.shared],
             )
-            self._schedule = self._lowered(fitted.schedule)
+            self._schedule = self._fastest(
+                [self._lowered(each) for each in finalists(tasks, spread)]
+            )
 
     def step(self) -> tuple[float, int] | None:
         """One batch; of an asynchronous pipeline the seconds between its first step and its last,
@@ -192,9 +197,10 @@ class Configuration:
     def _lowered(self, made: Schedule) -> Schedule:
         return lower(made, forward_edges(self._plan), grad_edges=gradient_edges(self._plan))
 
-    def _measured(self, made: Schedule) -> ActionCosts:
-        """The measured costs of the actions of all ranks, backwards whole and split; the same on
-        all ranks. `asyncpipe-train --schedule auto` measures its first steps the same way."""
+    def _measured(self, made: Schedule) -> tuple[ActionCosts, float]:
+        """The measured costs of the actions of all ranks, backwards whole and split, and by which
+        share they vary; the same on all ranks. `asyncpipe-train --schedule auto` measures its first
+        steps the same way."""
         taken: dict[tuple[int, str, int], list[float]] = defaultdict(list)
         orders = with_whole_backwards(made), with_split_backwards(made)
         for is_split, schedule in enumerate(orders):
@@ -203,19 +209,37 @@ class Configuration:
             for _ in range(MEASURED_STEPS):
                 for action, start_s, end_s in self._run(lowered, record=True).events:
                     taken[is_split, action.kind, action.stage].append(1e3 * (end_s - start_s))
-        own = {key: median(values) for key, values in taken.items()}
+        own = {key: (median(values), pstdev(values)) for key, values in taken.items()}
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, own)
-        ms = {key: value for of_rank in of_ranks for key, value in of_rank.items()}
+        found = {key: value for of_rank in of_ranks for key, value in of_rank.items()}
+        ms = {key: middle for key, (middle, _) in found.items()}
         stages = range(made.stages)
         split = [ms[True, "B", stage] + ms[True, "W", stage] for stage in stages]
-        return ActionCosts(
+        costs = ActionCosts(
             forward_ms=tuple(ms[False, "F", stage] for stage in stages),
             backward_ms=tuple(ms[False, "B", stage] for stage in stages),
             step_ms=tuple(ms[False, "S", stage] for stage in stages),
             weight_ms=tuple(ms[True, "W", stage] for stage in stages),
             split_ms=tuple(max(0.0, split[stage] - ms[False, "B", stage]) for stage in stages),
         )
+        shares = [off / middle for (_, kind, _), (middle, off) in found.items() if kind != "S"]
+        return costs, mean(shares)
+
+    def _fastest(self, schedules: list[Schedule]) -> Schedule:
+        """The schedule with the shortest measured steps of those in turn."""
+        trial = Trial.within(len(schedules), TRIED_STEPS)
+        taken_ms = []
+        for number in range(trial.steps):
+            start_s = time.perf_counter()
+            self._run(schedules[trial.tried_in(number)])
+            taken_ms.append(1e3 * (time.perf_counter() - start_s))
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, taken_ms)
+        if not trial.steps:
+            return schedules[0]
+        medians_ms = trial.medians_ms([mean(taken) for taken in zip(*of_ranks, strict=True)])
+        return schedules[trial.best(medians_ms)]
 
 
 def costs_of_plan(plan: Plan) -> ActionCosts:

@@ -37,17 +37,26 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import gpt
+import images
 import llama
 import peers
+import t5
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from machine import busy_core_seconds, write_result
 from pipelines import ASYNC_MICRO_BATCHES, OURS, Planned, build_plans, pipeline
+from torch import nn
 
 from asyncpipe.runtime.process import keep_freed_memory
 
-FAMILIES = {"gpt": gpt, "llama": llama}
+FAMILIES: Mapping[str, Callable[..., tuple[nn.Module, dict[str, torch.Tensor]]]] = {
+    "gpt": gpt.build,
+    "llama": llama.build,
+    "t5": t5.build,
+    "resnet": images.resnet,
+    "vit": images.vit,
+}
 QUIET = 0.04
 CEILING = "ceiling: independent copies"
 CEILING_K1 = "the same, k = 1"
@@ -102,6 +111,9 @@ CASES = {
     ),
     "gpt-m16": Case(ranks=2, micro_batches=16, only=LEADING),
     "llama-m8": Case(ranks=2, micro_batches=8, family="llama", only=LEADING),
+    "t5-m8": Case(ranks=2, micro_batches=8, family="t5", only=LEADING),
+    "resnet-m8": Case(ranks=2, micro_batches=8, family="resnet", only=LEADING),
+    "vit-m8": Case(ranks=2, micro_batches=8, family="vit", only=LEADING),
     "compiled-m8": Case(
         ranks=2,
         micro_batches=8,
@@ -127,19 +139,18 @@ CASES = {
 }
 
 
-def build_model(case: Case, *, compiled: bool = False) -> gpt.GPT:
+def build_model(case: Case, *, compiled: bool = False) -> Any:
     torch.manual_seed(0)
-    model: gpt.GPT = FAMILIES[case.family].build(**case.model)[0]
+    model, _ = FAMILIES[case.family](**case.model)
     if compiled:
         model.compile()
     return model
 
 
 def batch_of(case: Case) -> list[dict[str, torch.Tensor]]:
-    samples = case.micro_batch_size * case.micro_batches
-    vocabulary = case.model.get("vocabulary", 8192)
-    whole = gpt.tokens_of(samples, vocabulary=vocabulary)
     size = case.micro_batch_size
+    samples = size * case.micro_batches
+    _, whole = FAMILIES[case.family](**case.model, micro_batch_size=samples)
     return [
         {name: values[start : start + size].contiguous() for name, values in whole.items()}
         for start in range(0, samples, size)
@@ -166,7 +177,6 @@ def turns_of(
     """The configurations of a case on this rank, those named in `only` or all, built in the order
     of `order`: the first ones get the better places in memory."""
     batch, samples = batch_of(case), case.micro_batch_size * case.micro_batches
-    layers = case.model.get("layers", 8)
     costs = _agreed(peers.unit_costs(build_model(case), batch[0]))
 
     def ceiling() -> Turn:
@@ -208,7 +218,7 @@ def turns_of(
         **{
             name: partial(torchs, name)
             for name in peers.TORCH
-            if peers.is_possible(name, case.ranks, case.micro_batches, layers)
+            if peers.is_possible(name, case.ranks, case.micro_batches, len(costs))
         },
         **{name: partial(our_own, name) for name in OURS},
     }

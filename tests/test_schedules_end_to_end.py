@@ -20,9 +20,10 @@ from asyncpipe.runtime.launch.launch import schedule_text
 from asyncpipe.runtime.monitoring.gather import RankFigures
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.plan.setting import RankSpec
-from asyncpipe.runtime.schedule.schedule import one_step
+from asyncpipe.runtime.schedule.finalists import Trial
+from asyncpipe.runtime.schedule.schedule import Schedule, one_step
 from asyncpipe.runtime.schedule.simulate import ActionCosts
-from asyncpipe.runtime.schedule.text import from_text
+from asyncpipe.runtime.schedule.text import from_text, to_text
 from asyncpipe.runtime.training.remeasure import (
     Remeasuring,
     costs_of_steps,
@@ -212,6 +213,51 @@ def test_the_schedule_is_computed_again_once_and_only_in_a_long_run(folder: Path
     assert {str(steps_of(short).of_step(step)) for step in range(1, 14)} == {str(first)}
     assert "fewer than 14" in when_measured(short)
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("split_is_faster", [False, True])
+def test_finalists_run_in_turn_and_the_one_with_the_shortest_steps_is_kept(
+    folder: Path, split_is_faster: bool
+) -> None:
+    plan, config = plan_and_config(folder, schedule="auto", ranks=2, steps=60, micro_batches=16)
+    told: list[tuple[str, Schedule]] = []
+    taken: list[Schedule] = []
+    resumed_with: list[str] = []
+
+    def stage_s(step: int) -> tuple[float, ...]:
+        """Of a step of 16 micro-batches: F 1 ms; B 2 ms whole, or 1 ms and a W of 1 ms."""
+        parts = (16, 32, 0, 0) if step < 6 else (16, 16, 16, 0)
+        return tuple(1e-3 * ms for ms in (*parts, 0, 0) for _ in range(4))
+
+    def seen(until: int) -> list[list[RankFigures]]:
+        """Steps of the faster kind wait a second less."""
+        waits_s = [1.0 + (bool(made.split) != split_is_faster) for made in taken]
+        return [
+            [RankFigures(step, waiting_s=waits_s[step - 1], stage_s=stage_s(step))] * 2
+            for step in range(2, until + 1)
+        ]
+
+    steps = Remeasuring(
+        plan,
+        config,
+        World(),
+        make_segment(plan, config, steps=1),
+        figures=seen,
+        optimizer_ms=lambda: [0.1, 0.1],
+        tell=lambda text, schedule: told.append((text, schedule)),
+    )
+    for step in range(1, 61):
+        taken.append(steps.of_step(step))
+        resumed_with.append(steps.text_after(step))
+    (_, expected), (text, kept) = told
+    tried = {str(made): bool(made.split) for made in taken[7:-1]}
+    assert set(tried.values()) == {False, True} and str(taken[7].compute) == str(expected)
+    assert bool(taken[-1].split) == split_is_faster and str(taken[-1].compute) == str(kept)
+    last = 7 + Trial.within(len(tried), 60 - 7).steps
+    assert text.startswith(f"tried in steps 8 to {last}: ") and "; continues with " in text
+    # A resumed run begins with the schedule that is expected to be the best, then with the kept.
+    assert set(resumed_with[7:last]) == {to_text(expected)}
+    assert set(resumed_with[last:]) == {to_text(kept)}
 
 
 def test_whole_backwards_are_measured_whatever_the_first_schedule_splits(folder: Path) -> None:

@@ -17,12 +17,13 @@ from ..formatting import counted
 from ..plan.forecast import costs_of_plan, tied_stages
 from ..plan.plan import Plan
 from ..schedule.asynchronous import ASYNCHRONOUS
-from ..schedule.builders import AUTO, VIRTUAL, fit_auto, make_schedule, one_f_one_b
+from ..schedule.builders import AUTO, VIRTUAL, Model, fit_auto, make_schedule, one_f_one_b
 from ..schedule.dependencies import lower
+from ..schedule.finalists import finalists
 from ..schedule.interleaved import fold, replicated, side_by_side
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import ActionCosts
-from ..schedule.tasks import NO_LIMIT, ActivationLimit
+from ..schedule.tasks import NO_LIMIT, ActivationLimit, Tasks
 from ..schedule.text import from_text
 from ..schedule.validation import validate
 from ..serialization import Origin, read_text
@@ -120,33 +121,38 @@ def first_fit(plan: Plan, config: RunConfig) -> Schedule:
     """The computed schedule to begin with; its backwards are whole until it is known what parting
     them costs."""
     costs = costs_of_plan(plan) or ActionCosts.equal(len(plan.stages))
-    return fit(plan, config, costs, may_split=False)
-
-
-def fit(
-    plan: Plan,
-    config: RunConfig,
-    costs: ActionCosts,
-    *,
-    may_split: bool = True,
-    rank_of_stage: tuple[int, ...] | None = None,
-) -> Schedule:
-    """The schedule computed for this plan at these costs, by default where the plan has stages."""
-    stages = len(plan.stages)
-    ranks = ranks_of_plan(plan, config) or stages
-    rank_of_stage = rank_of_stage or _planned_placement(plan, ranks)
+    ranks = ranks_of_plan(plan, config) or len(plan.stages)
     fitted = fit_auto(
         costs,
         config.micro_batches,
         ranks=ranks,
-        rank_of_stage=rank_of_stage,
+        rank_of_stage=_planned_placement(plan, ranks),
+        may_split=False,
+        **_model(plan, config, ranks),
+    )
+    return fitted.schedule
+
+
+def measured_finalists(
+    plan: Plan,
+    config: RunConfig,
+    costs: ActionCosts,
+    spread: float,
+    rank_of_stage: tuple[int, ...],
+) -> list[Schedule]:
+    """The schedules to try for measured costs and the spread of actions' times; see `finalists`."""
+    model = _model(plan, config, max(rank_of_stage) + 1)
+    return finalists(Tasks(costs, rank_of_stage, config.micro_batches, **model), spread)
+
+
+def _model(plan: Plan, config: RunConfig, ranks: int) -> Model:
+    """What a computed schedule has to know of the plan besides its costs."""
+    return Model(
         edges=forward_edges(plan),
         grad_edges=gradient_edges(plan),
         shared_stages=waiting_stages(plan, config),
-        may_split=may_split,
         limit=_activation_limit(plan, ranks),
     )
-    return fitted.schedule
 
 
 def waiting_stages(plan: Plan, config: RunConfig) -> tuple[tuple[int, ...], ...]:

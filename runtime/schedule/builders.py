@@ -276,13 +276,15 @@ def fit_auto(
     return min(fits, key=lambda fit: fit.period_ms)
 
 
-def computed(tasks: Tasks, known: Iterable[Schedule] = (), *, effort: float = 1.0) -> Fit:
-    """The schedule computed for the tasks: no longer than the `known` and the named ones, nor than
-    one computed for merged stages (`blocks_of`)."""
+def computed(
+    tasks: Tasks, known: Iterable[Schedule] = (), *, effort: float = 1.0, spread: float = 0.0
+) -> Fit:
+    """The schedule computed for the tasks, as by `fit_schedule`: no longer than the `known` and the
+    named ones, nor than one computed for merged stages (`blocks_of`)."""
     starts = [*known, *named_for(tasks.rank_of_stage, tasks.micro_batches)]
     if blocks := blocks_of(tasks):
         starts.append(blocks.expanded(computed(blocks.tasks, effort=effort).schedule))
-    return fit_schedule(tasks, starts, effort=effort)
+    return fit_schedule(tasks, starts, effort=effort, spread=spread)
 
 
 def named_for(rank_of_stage: Sequence[int], micro_batches: int) -> Iterator[Schedule]:

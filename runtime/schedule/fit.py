@@ -8,8 +8,9 @@ at measured costs is from Qi et al., "Zero bubble pipeline parallelism", ICLR 20
 there each backward is split and steps end together.
 
 Among orders whose periods differ by less than 0.1% it takes the one with the fewest live
-activations. The number of tries depends on the size alone, not on the clock: equal input, equal
-schedule.
+activations. Where actions vary, it takes among the orders that are at most 2% longer the one whose
+steps are expected to be the shortest under that noise (`noise.py`). The number of tries depends on
+the size alone, not on the clock: equal input, equal schedule.
 
 `blocks_of` merges neighboring stages of one rank into one stage. A schedule computed for these
 blocks, with fewer tasks to order, is a valid start for the stages: running a block's stages one
@@ -27,6 +28,7 @@ from itertools import groupby, islice
 
 from ..errors import ScheduleError
 from .dependencies import Edge
+from .noise import Noise
 from .schedule import Schedule, one_step
 from .search import TaskOrder, improve, merged, orders, policies, timed
 from .simulate import ActionCosts
@@ -36,6 +38,7 @@ _GREEDY_TASKS = 5_000
 _SEARCHED_TASKS = 250_000
 _MOST_TRIES = 2_000
 _CLOSE = 1.001
+_SLACK, _MOST_STEADY = 1.02, 40
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,11 @@ class Fit:
         return self.period_ms / self.bound_ms - 1 if self.bound_ms else 0.0
 
 
-def fit_schedule(tasks: Tasks, named: Iterable[Schedule] = (), *, effort: float = 1.0) -> Fit:
+def fit_schedule(
+    tasks: Tasks, named: Iterable[Schedule] = (), *, effort: float = 1.0, spread: float = 0.0
+) -> Fit:
     """The best schedule found, never worse than one of `named`; `effort` multiplies the number of
-    tries.
+    tries, `spread` is the standard deviation of a task's time, as a share of it.
 
     Raises ScheduleError if one micro-batch alone holds more than the tasks' limit.
 
@@ -81,11 +86,30 @@ def fit_schedule(tasks: Tasks, named: Iterable[Schedule] = (), *, effort: float 
     if whole.rows != starts[0].rows:
         starts.append(whole)
     ends = [improve(tasks, start, tries) for start in starts]
-    shortest = min(order.period_ms for order in candidates + ends)
-    close = min(shortest * _CLOSE, enough) + 1e-9
-    near = [order for order in candidates + ends if order.period_ms <= close]
-    best = min(near, key=lambda order: (sum(tasks.peaks(order.rows)), _rank(order)))
+    if spread:
+        best = _steadiest(tasks, candidates + ends, spread)
+    else:
+        shortest = min(order.period_ms for order in candidates + ends)
+        best = _smallest(tasks, candidates + ends, min(shortest * _CLOSE, enough))
     return Fit(tasks.schedule_of(best.rows, "auto"), best.period_ms, tasks.bound_ms)
+
+
+def _smallest(tasks: Tasks, found: Iterable[TaskOrder], most_ms: float) -> TaskOrder:
+    """The order with the fewest live activations whose period is at most `most_ms`."""
+    near = [order for order in found if order.period_ms <= most_ms + 1e-9]
+    return min(near, key=lambda order: (sum(tasks.peaks(order.rows)), _rank(order)))
+
+
+def _steadiest(tasks: Tasks, found: Iterable[TaskOrder], spread: float) -> TaskOrder:
+    """The order with the shortest expected steps under noise; of those as short to 0.1% the one
+    with the fewest live activations."""
+    different = {str(order.rows): order for order in sorted(found, key=_rank, reverse=True)}
+    best = sorted(different.values(), key=_rank)[:_MOST_STEADY]
+    near = [order for order in best if order.period_ms <= best[0].period_ms * _SLACK]
+    noise = Noise.of(tasks, spread)
+    expected_ms = {id(order): noise.expected_ms(tasks, order.rows) for order in near}
+    limit = min(expected_ms.values()) * _CLOSE
+    return _smallest(tasks, [order for order in near if expected_ms[id(order)] <= limit], math.inf)
 
 
 def _rank(order: TaskOrder) -> tuple[float, int]:

@@ -153,6 +153,20 @@ class Tasks:
                 waits.append(arrivals.get((other, stage), other))
             self.needs.append(tuple(waits))
 
+    @property
+    def whole(self) -> Tasks:
+        """The same without split backwards."""
+        return Tasks(
+            self.costs,
+            self.rank_of_stage,
+            self.micro_batches,
+            edges=self.rule.edges,
+            grad_edges=self.rule.grad_edges,
+            shared_stages=self.shared_stages,
+            limit=ActivationLimit(self.limit, self.weights),
+            may_split=False,
+        )
+
     def number(self, kind: int, stage: int, index: int) -> int:
         """The task of an action."""
         return kind * self.count + stage * self.micro_batches + index
@@ -215,11 +229,16 @@ class Tasks:
         return one_step(name, actions, self.rank_of_stage)
 
     def run(
-        self, rows: Rows, free_ms: Sequence[float], links_ms: list[float]
+        self,
+        rows: Rows,
+        free_ms: Sequence[float],
+        links_ms: list[float],
+        cost_ms: Sequence[float] | None = None,
     ) -> tuple[list[float], list[float]] | None:
-        """When each rank is free after one step, and when each task ended; None if it never
-        ends."""
-        cost_ms, needs, sends, place = self.cost_ms, self.needs, self.sends, self.place
+        """When each rank is free after one step, and when each task ended, at these costs or the
+        tasks' own; None if it never ends."""
+        cost_ms = cost_ms or self.cost_ms
+        needs, sends, place = self.needs, self.sends, self.place
         end_ms = [-1.0] * self.places
         at = [0] * self.ranks
         now = list(free_ms)

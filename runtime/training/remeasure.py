@@ -3,20 +3,26 @@
 The costs of a plan were measured before the run, one stage at a time. A run can measure them with
 all ranks at work. So the first schedule, computed from the plan's costs, runs for a few steps with
 whole backwards, and for a few more with split backwards, W right after B, which measures the time
-of W and the cost of splitting. Then rank 0 computes the schedule again and broadcasts its text.
+of W, the cost of splitting, and by how much actions vary. Then rank 0 computes the schedule again
+and broadcasts the text of the few that are worth trying (`finalists`). These run in turn, as a
+pipeline drains after every synchronous step, and the run keeps the one whose measured steps are the
+shortest.
 
     step  1         ignored: caches and memory are cold
     steps 2 to 5    measure whole backwards
     steps 6 and 7   measure split backwards
-    step  8         first step of the new schedule
+    from step 8     each finalist for 3 steps in a row, up to 3 times; a third of the run at most
+    then            the finalist with the shortest steps
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from statistics import median
+from math import sqrt
+from statistics import mean, median
 
-from ..config.segments import fit, lowered, waiting_stages
+from ..config.segments import lowered, measured_finalists, waiting_stages
 from ..config.settings import RunConfig
 from ..distributed.process_groups import World
 from ..executor.instrumented import COMPUTING
@@ -25,6 +31,7 @@ from ..formatting import write_ms
 from ..monitoring.gather import RankFigures
 from ..plan.plan import Plan
 from ..schedule.builders import AUTO
+from ..schedule.finalists import Trial
 from ..schedule.schedule import Action, Schedule, one_step
 from ..schedule.simulate import ActionCosts, simulate
 from ..schedule.text import from_text, to_text
@@ -39,7 +46,7 @@ def when_measured(config: RunConfig) -> str:
     """The step after which the schedule of the run is computed again, in words."""
     if config.steps < _ENOUGH:
         return f"and kept, since the run has fewer than {_ENOUGH} steps"
-    return f"and again from measured ones after step {_LAST}"
+    return f"and again from measured ones after step {_LAST}; the ones that come close are tried"
 
 
 class Remeasuring:
@@ -70,6 +77,8 @@ class Remeasuring:
         self._plan, self._config, self._world = plan, config, world
         self._figures, self._optimizer_ms, self._tell = figures, optimizer_ms, tell
         self._first = self.current = first
+        self._finalists: list[Schedule] = []
+        self._trial = Trial(0, 0)
         self._is_wanted = config.schedule == AUTO and config.steps >= _ENOUGH
         if resumed is not None:
             self._is_wanted = False
@@ -83,45 +92,93 @@ class Remeasuring:
         """Continues with a plan in which fewer boundary tensors need a gradient."""
         self._plan = plan
         self.current = lowered(plan, self.current.compute, check=False)
+        self._finalists = [lowered(plan, each.compute, check=False) for each in self._finalists]
 
     def text_after(self, step: int) -> str:
         """The schedule with which a run resumed after a step continues: the newest that is not only
         for measurements; "" if it follows from the settings."""
         if self._config.schedule != AUTO:
             return ""
-        is_made = not self._is_wanted or step > _LAST
-        return to_text(self.current.compute if is_made else self._first.compute)
+        if not self._is_wanted or step > _LAST + self._trial.steps:
+            return to_text(self.current.compute)
+        return to_text((self._finalists or [self._first])[0].compute)
 
     def of_step(self, step: int) -> Schedule:
         """The schedule of a step, counted from 1."""
-        if self._is_wanted and step == _SPLIT[0]:
+        if not self._is_wanted:
+            return self.current
+        since = step - _LAST - 1
+        if step == _SPLIT[0]:
             split = with_split_backwards(self._first.compute)
             self.current = lowered(self._plan, split, check=False)
-        elif self._is_wanted and step == _LAST + 1:
-            text = self._fitted() if self._world.rank == 0 else ""
-            schedule = from_text(self._world.text_of_first(text), (), grad_edges=())
-            self.current = lowered(self._plan, schedule, check=True)
+        elif since == 0:
+            texts = json.loads(self._agreed(lambda: json.dumps([*map(to_text, self._computed())])))
+            schedules = (from_text(text, (), grad_edges=()) for text in texts)
+            self._finalists = [lowered(self._plan, each, check=True) for each in schedules]
+            self._trial = Trial.within(len(texts), self._config.steps - _LAST)
+            self.current = self._finalists[0]
+        if 0 <= since < self._trial.steps:
+            self.current = self._finalists[self._trial.tried_in(since)]
+        elif since == self._trial.steps > 0:
+            self.current = self._finalists[int(self._agreed(lambda: str(self._best())))]
         return self.current
 
-    def _fitted(self) -> str:
-        """The text of the new schedule."""
+    def _agreed(self, decided: Callable[[], str]) -> str:
+        """What rank 0 has decided."""
+        return self._world.text_of_first(decided() if self._world.rank == 0 else "")
+
+    def _computed(self) -> list[Schedule]:
+        """The finalists, the one with the shortest expected steps first."""
         plan, first = self._plan, self._first.compute
-        costs = costs_of_steps(self._figures(_LAST), self._optimizer_ms(), first)
-        fitted = fit(plan, self._config, costs, rank_of_stage=first.rank_of_stage)
+        seen = self._figures(_LAST)
+        costs = costs_of_steps(seen, self._optimizer_ms(), first)
+        spread = spread_of_steps(seen, first)
+        made = measured_finalists(plan, self._config, costs, spread, first.rank_of_stage)
         edges, gradients = forward_edges(plan), gradient_edges(plan)
         waiting = waiting_stages(plan, self._config)
         before, after = (
             simulate(schedule, costs, edges, grad_edges=gradients, shared_stages=waiting)
-            for schedule in (first, fitted)
+            for schedule in (first, made[0])
         )
-        split = len(fitted.split)
+        split = len(made[0].split)
         self._tell(
-            f"recomputed from the times of steps {_WHOLE[0]} to {_LAST}: "
-            f"{write_ms(after.makespan_ms)} per step instead of {write_ms(before.makespan_ms)}; "
-            f"{split or 'none'} of {fitted.stages * fitted.micro_batches} backwards split in two",
-            fitted,
+            f"recomputed from the times of steps {_WHOLE[0]} to {_LAST}, in which actions vary by "
+            f"{spread:.0%}: {write_ms(after.makespan_ms)} per step instead of "
+            f"{write_ms(before.makespan_ms)}; "
+            f"{split or 'none'} of {first.stages * first.micro_batches} backwards split in two",
+            made[0],
         )
-        return to_text(fitted)
+        return made
+
+    def _best(self) -> int:
+        """The finalist to keep by its measured steps."""
+        begin, end = _LAST + 1, _LAST + self._trial.steps
+        taken_ms = {
+            int(ranks[0].step): 1e3 * mean(rank.wall_s for rank in ranks)
+            for ranks in self._figures(end)
+        }
+        medians_ms = self._trial.medians_ms([taken_ms[step] for step in range(begin, end + 1)])
+        best = self._trial.best(medians_ms)
+        tried = ", ".join(
+            f"{_described(schedule)} {write_ms(ms)}"
+            for schedule, ms in zip(self._finalists, medians_ms, strict=True)
+        )
+        kept = self._finalists[best]
+        self._tell(
+            f"tried in steps {begin} to {end}: {tried} per step; continues with {_described(kept)}",
+            kept.compute,
+        )
+        return best
+
+
+def _described(schedule: Schedule) -> str:
+    """The schedule's name, and whether a computed one splits backwards."""
+    is_computed = schedule.name == AUTO
+    return (
+        f"{AUTO} with {'split' if schedule.split else 'whole'} backwards"
+        if is_computed
+        else (schedule.name)
+    )
 
 
 def _is_like(schedule: Schedule, other: Schedule) -> bool:
@@ -170,10 +227,7 @@ def costs_of_steps(
     stages, m = range(schedule.stages), schedule.micro_batches
 
     def of(kind: str, stage: int, steps: range) -> float:
-        place = COMPUTING.index(kind) * len(stages) + stage
-        rank = schedule.rank_of_stage[stage]
-        seconds = [ranks[rank].stage_s[place] for ranks in figures if int(ranks[0].step) in steps]
-        return 1e3 * median(seconds) / m
+        return 1e3 * median(_seconds(figures, schedule, kind, stage, steps)) / m
 
     whole = [of("B", stage, _WHOLE) for stage in stages]
     weight = [of("W", stage, _SPLIT) for stage in stages]
@@ -189,3 +243,32 @@ def costs_of_steps(
         weight_ms=tuple(weight),
         split_ms=tuple(max(0.0, i + w - b) for i, w, b in zip(inputs, weight, whole, strict=True)),
     )
+
+
+def spread_of_steps(figures: Sequence[Sequence[RankFigures]], schedule: Schedule) -> float:
+    """The standard deviation of an action's time as a share of it, from the measured steps with
+    whole backwards: that of a step's sum of one kind, times the root of the micro-batches in it."""
+    deviations = [
+        seconds / mean(taken) - 1
+        for stage in range(schedule.stages)
+        for kind in ("F", "B")
+        if all(taken := _seconds(figures, schedule, kind, stage, _WHOLE))
+        for seconds in taken
+    ]
+    if not deviations:
+        return 0.0
+    free = len(deviations) * (1 - 1 / len(_WHOLE))
+    return sqrt(schedule.micro_batches * sum(each**2 for each in deviations) / free)
+
+
+def _seconds(
+    figures: Sequence[Sequence[RankFigures]],
+    schedule: Schedule,
+    kind: str,
+    stage: int,
+    steps: range,
+) -> list[float]:
+    """The time of a stage's actions of one kind in each of these steps."""
+    place = COMPUTING.index(kind) * schedule.stages + stage
+    rank = schedule.rank_of_stage[stage]
+    return [ranks[rank].stage_s[place] for ranks in figures if int(ranks[0].step) in steps]
