@@ -128,6 +128,7 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ("runtime.schedule.schedule", "shared_delay"),
             ("runtime.schedule.schedule", "alternating"),
             ("runtime.schedule.asynchronous", "async_1f1b"),
+            ("runtime.schedule.run_ahead", "times_ahead"),
             ("runtime.schedule.asynchronous", "Delays"),
             ("runtime.schedule.tasks", "Tasks"),
             ("runtime.freezing.rules", "parse_rule"),

@@ -106,7 +106,7 @@ def assemble(
         lower_bound_ms=solution.lower_bound_ms,
         even_split_ms=solution.even_split_ms,
         optimal=solution.optimal,
-        setting=_setting(solution, transfers),
+        setting=_setting(solution, transfers, profile.spread),
         profile=profile.facts,
         hashes={},
         weights=facts.weights,
@@ -255,7 +255,7 @@ def _transfers(
     )
 
 
-def _setting(solution: Solution, transfers: _Transfers) -> PlanSetting:
+def _setting(solution: Solution, transfers: _Transfers, spread: float) -> PlanSetting:
     setting = solution.setting
     limits = [None if math.isinf(d.memory_bytes) else int(d.memory_bytes) for d in setting.devices]
     return PlanSetting(
@@ -278,6 +278,7 @@ def _setting(solution: Solution, transfers: _Transfers) -> PlanSetting:
         step_ms=solution.step_ms,
         step_bound_ms=solution.step_bound_ms,
         zero=setting.zero,
+        spread=round(spread, 4),
     )
 
 

@@ -187,7 +187,11 @@ def _fitted(profile: Profile, timed: Sequence[tuple[Cut, Sequence[WholeTimes]]])
         for cut, times in scaled:
             fitted = rescaled(fitted, cut.stages, times)
     last, times = scaled[-1]
-    return replace(fitted, stage_scales=rescaled(parts, last.stages, times).stage_scales)
+    return replace(
+        fitted,
+        stage_scales=rescaled(parts, last.stages, times).stage_scales,
+        spread=statistics.fmean(time.spread for time in times),
+    )
 
 
 def _sum_ms(times: Sequence[WholeTimes]) -> float:

@@ -44,6 +44,7 @@ from .profile.profiler import Profile, WholeTimes, state_kept
 from .split.split import StageGraph, names_of_outputs
 
 _LAPS = 4
+_QUARTILES_APART = 1.349  # of a normal distribution, in standard deviations
 _LEAST, _MOST = 2, 24  # micro-batches of a lap
 
 
@@ -99,7 +100,7 @@ def time_stages(
     )
     for key, whole in zip(keys, times, strict=True):
         if cache and key:
-            cache.put(key, [whole.forward_ms, whole.backward_ms])
+            cache.put(key, [whole.forward_ms, whole.backward_ms, whole.spread])
     return times
 
 
@@ -138,11 +139,14 @@ def _samples(
 
 
 def first_quartile(times: Sequence[WholeTimes]) -> WholeTimes:
-    """The first quartile of the forward times, and of the backward times."""
+    """The first quartile of the forward times, and of the backward times; and their spread, by the
+    distance of the quartiles."""
     forward, backward = zip(*((time.forward_ms, time.backward_ms) for time in times), strict=True)
-    return WholeTimes(
-        *(statistics.quantiles(ms, n=4, method="inclusive")[0] for ms in (forward, backward))
-    )
+    of_both = [statistics.quantiles(ms, n=4, method="inclusive") for ms in (forward, backward)]
+    spreads = [
+        (third - first) / (_QUARTILES_APART * middle) for first, middle, third in of_both if middle
+    ]
+    return WholeTimes(*(first for first, _, _ in of_both), statistics.fmean(spreads or [0.0]))
 
 
 def rescaled(

@@ -70,6 +70,8 @@ class Profile:
     content: description of each node's call
     stage_scales: time of each stage relative to the sum of its parts, if stages were timed
     bandwidth: memory bandwidth of the predicted device in bytes per second
+    spread: standard deviation of the time of a stage's forward or backward, as a share of it, if
+        stages were timed
     """
 
     nodes: Mapping[str, NodeCost]
@@ -86,6 +88,7 @@ class Profile:
     content: Mapping[str, str] = field(default_factory=dict)
     stage_scales: tuple[float, ...] = ()
     bandwidth: float | None = None
+    spread: float = 0.0
 
     @property
     def forward_ms(self) -> float:
@@ -313,14 +316,16 @@ def _with_recomputation(capture: Capture, costs: Mapping[str, NodeCost]) -> dict
 
 @dataclass(frozen=True, slots=True)
 class WholeTimes:
-    """Milliseconds of one micro-batch through a whole model or stage in training mode."""
+    """Milliseconds of one micro-batch through a whole model or stage in training mode, and their
+    standard deviation as a share of them (0 if unknown)."""
 
     forward_ms: float
     backward_ms: float
+    spread: float = 0.0
 
     def scaled(self, by: float) -> WholeTimes:
         """The times on a machine that is `by` times slower."""
-        return WholeTimes(by * self.forward_ms, by * self.backward_ms)
+        return WholeTimes(by * self.forward_ms, by * self.backward_ms, self.spread)
 
 
 def time_whole(

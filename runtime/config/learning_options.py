@@ -120,7 +120,9 @@ class LearningOptions:
             form(r"[0-9]{1,6}x|[0-9]{1,9}( *, *[0-9]{1,9})*"),
         ),
         "Forwards that stages run ahead of their backwards: a multiple of the usual number (2x), a "
-        "cap (1), or one number for each stage (5,3,1,0). [default: the usual number]",
+        "cap (1), or one number for each stage (5,3,1,0). [default: for async-1f1b the multiple "
+        "that the plan's measured times ask for, if it makes no gradient later by a step and fits "
+        "into memory; otherwise 1x]",
         applies_to="asynchronous",
         of_method=True,
     )

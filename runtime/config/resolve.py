@@ -28,6 +28,7 @@ from .asynchronous_options import (
 from .batch_layout import StepBatch, in_words, uses_symbol, with_replicas, with_zero
 from .freezing_options import resolve_freezing
 from .mixed_precision import check_precision, with_recompute
+from .run_ahead import with_ahead
 from .settings import RunConfig, Settings, SettingsError, left_over
 from .tensor_options import check_tensor_ranks, with_tensor_ranks
 
@@ -102,7 +103,8 @@ def resolve(
         **resolve_freezing(settings, plan, data, asynchronous["staleness"]),
         **step,
     }
-    config = with_methods(RunConfig(**(asdict(settings) | chosen)), plan)
+    config = with_ahead(RunConfig(**(asdict(settings) | chosen)), plan)
+    config = with_methods(config, plan)
     check_precision(config)
     check_methods(config, plan)
     check_tensor_ranks(config)

@@ -23,12 +23,13 @@ from ..schedule.finalists import finalists
 from ..schedule.interleaved import fold, replicated, side_by_side
 from ..schedule.schedule import Schedule
 from ..schedule.simulate import ActionCosts
-from ..schedule.tasks import NO_LIMIT, ActivationLimit, Tasks
+from ..schedule.tasks import Tasks
 from ..schedule.text import from_text
 from ..schedule.validation import validate
 from ..serialization import Origin, read_text
 from .asynchronous_options import asynchronous_steps, longest_segment
 from .batch_layout import describe_stages, stage_replicas
+from .run_ahead import activation_limit, ranks_of_stages
 from .settings import RunConfig
 
 
@@ -151,7 +152,7 @@ def _model(plan: Plan, config: RunConfig, ranks: int) -> Model:
         edges=forward_edges(plan),
         grad_edges=gradient_edges(plan),
         shared_stages=waiting_stages(plan, config),
-        limit=_activation_limit(plan, ranks),
+        limit=activation_limit(plan, ranks),
     )
 
 
@@ -165,30 +166,11 @@ def waiting_stages(plan: Plan, config: RunConfig) -> tuple[tuple[int, ...], ...]
     return (tuple(range(len(plan.stages))),) if is_agreed else tuple(tied_stages(plan))
 
 
-def _activation_limit(plan: Plan, ranks: int) -> ActivationLimit:
-    """The bytes that each rank of the plan has left for activations, if it has a memory limit."""
-    processes = [rank.memory_bytes for rank in plan.setting.ranks]
-    is_of_all = len(processes) == ranks * plan.tensor_parallel
-    room = processes[:: plan.tensor_parallel] if is_of_all else processes
-    if len(room) != ranks or None in room:
-        return NO_LIMIT
-    left = [float(size or 0) for size in room]
-    for stage, rank in zip(plan.stages, _ranks_of_stages(plan), strict=True):
-        left[rank] -= stage.memory.total - stage.memory.activations
-    of_micro_batch = (stage.memory.activations / max(1, stage.in_flight) for stage in plan.stages)
-    return ActivationLimit(tuple(left), tuple(of_micro_batch))
-
-
 def _planned_placement(plan: Plan, ranks: int | None) -> tuple[int, ...] | None:
     """The ranks of the plan's stages, if it has several stages on as many ranks as there are."""
-    planned = _ranks_of_stages(plan)
+    planned = ranks_of_stages(plan)
     has_several = len(set(planned)) < len(planned)
     return planned if has_several and len(set(planned)) == ranks else None
-
-
-def _ranks_of_stages(plan: Plan) -> tuple[int, ...]:
-    planned = sorted(set(plan.device_of_stage))
-    return tuple(map(planned.index, plan.device_of_stage))
 
 
 def _read(path: str, plan: Plan, config: RunConfig) -> Schedule:

@@ -253,10 +253,8 @@ _USUAL: Mapping[str, Any] = MappingProxyType(
         "changes_trained": (),
         "number": None,
         "trains": True,
-        "summing_ms": 0.0,
-        "tensor_sums_ms": 0.0,
         "unshared": None,
-        "zero": 0,
+        **dict.fromkeys(("summing_ms", "tensor_sums_ms", "spread", "zero"), 0),
     }
 )
 """Values that plan.json leaves out, because few plans have others."""

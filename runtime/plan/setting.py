@@ -32,6 +32,7 @@ class PlanSetting:
     transfer_ms: (source, target, milliseconds) of transfers that overlap with computation
     latency_ms: the part of every transfer's time that is independent of its bytes
     step_ms: the time of a step of `micro_batches` under the schedule
+    spread: the standard deviation of the measured time of an action, as a share of it; 0 if unknown
     step_bound_ms: a proven lower bound of `step_ms` for all plans
     """
 
@@ -47,3 +48,4 @@ class PlanSetting:
     step_ms: float = 0.0
     step_bound_ms: float = 0.0
     zero: int = 0
+    spread: float = 0.0

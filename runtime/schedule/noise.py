@@ -2,10 +2,8 @@
 
 Measured actions of one kind differ from one micro-batch to the next, and more on a busy machine. An
 order that is the shortest for exact costs may have no slack: a late action then makes other ranks
-wait. So the time of each task is drawn anew in every step, and all orders are compared on the same
-draws (common random numbers). Delays have no upper bound and gains do: a factor is
-`1 + spread * (e - 1)` with e from the exponential distribution of mean 1, so its mean is 1 and its
-standard deviation `spread`.
+wait. So the time of each task is drawn anew in every step (`varied`), and all orders are compared
+on the same draws (common random numbers).
 """
 
 from __future__ import annotations
@@ -13,11 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from .simulate import varied
 from .tasks import Rows, Tasks
 
 _SETTLING, _STEPS = 2, 24
-MOST_SPREAD = 0.9
-"""A larger one would make times negative."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +27,9 @@ class Noise:
     def of(cls, tasks: Tasks, spread: float) -> Noise:
         """The draws for a standard deviation of `spread`, as a share of a task's time; always the
         same ones."""
-        random, spread = Random(0), min(spread, MOST_SPREAD)
-        return cls(
-            tuple(
-                tuple(1 + spread * (random.expovariate(1.0) - 1) for _ in tasks.cost_ms)
-                for _ in range(_SETTLING + _STEPS)
-            )
-        )
+        random = Random(0)
+        steps = range(_SETTLING + _STEPS)
+        return cls(tuple(tuple(varied(random, spread) for _ in tasks.cost_ms) for _ in steps))
 
     def expected_ms(self, tasks: Tasks, rows: Rows) -> float:
         """The mean time of a step of this order, of steps that follow one another; infinite if the

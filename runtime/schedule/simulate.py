@@ -5,6 +5,9 @@ A rank runs its list in order; an action begins when its rank is free and its de
 of one edge and direction follow one another between two ranks. Ranks that share fewer processors
 than there are ranks get equal parts of them at every moment.
 
+Actions may vary: then the time of each is drawn (`varied`), always the same for one micro-batch of
+a stage, whatever the schedule is.
+
 A `Timeline`, simulated or measured, has the duration, the idle shares and the micro-batches in
 flight.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from .dependencies import DependencyRule, Edge
 from .schedule import Action, Schedule, count_in_flight
@@ -232,11 +236,13 @@ def simulate(
     grad_edges: Iterable[Edge] | None = None,
     shared_stages: Iterable[Sequence[int]] = (),
     processors: int | None = None,
+    spread: float = 0.0,
 ) -> Timeline:
     """The timeline of one segment, without the messages of a lowered schedule.
 
     `edges`, `grad_edges` and `shared_stages` are as for `DependencyRule`; `processors` is the
-    number that all ranks share, None for one each. Raises ScheduleError if the schedule never ends.
+    number that all ranks share, None for one each; `spread` is the standard deviation of an
+    action's time, as a share of it. Raises ScheduleError if the schedule never ends.
 
     >>> from asyncpipe.runtime.schedule.builders import one_f_one_b
     >>> timeline = simulate(one_f_one_b(4, 8), ActionCosts.equal(4))
@@ -248,12 +254,25 @@ def simulate(
         schedule.compute, edges, grad_edges=grad_edges, shared_stages=shared_stages
     )
     ranks = len(schedule.ranks)
-    clock = _Clock(rule, costs, ranks if processors is None else processors)
+    clock = _Clock(rule, costs, ranks if processors is None else processors, spread)
     while clock.begin_actions():
         clock.advance()
     if not clock.is_over():
         validate(rule.schedule, rule.edges, grad_edges=rule.grad_edges, shared_stages=shared_stages)
     return Timeline(schedule.name, ranks, tuple(clock.events))
+
+
+MOST_SPREAD = 0.9
+"""A larger one would make times negative."""
+
+
+def varied(random: Random, spread: float) -> float:
+    """A random factor of mean 1 and standard deviation `spread`, MOST_SPREAD at most.
+
+    Delays have no upper bound and gains do, so it is `1 + spread * (e - 1)` with e from the
+    exponential distribution of mean 1.
+    """
+    return 1 + min(spread, MOST_SPREAD) * (random.expovariate(1.0) - 1)
 
 
 class _Clock:
@@ -264,10 +283,13 @@ class _Clock:
     cost, however many others ran meanwhile.
     """
 
-    def __init__(self, rule: DependencyRule, costs: ActionCosts, processors: int) -> None:
+    def __init__(
+        self, rule: DependencyRule, costs: ActionCosts, processors: int, spread: float
+    ) -> None:
         self.events: list[Event] = []
         self._rule, self._costs, self._processors = rule, costs, processors
-        self._split = rule.schedule.split
+        self._split, self._spread = rule.schedule.split, spread
+        self._draws: dict[tuple[int, str], Random] = {}  # of the actions of one kind at a stage
         self._rows = [list(row) for row in rule.schedule.ranks]
         self._position = [0] * len(self._rows)
         self._now_ms = self._work_ms = 0.0
@@ -314,7 +336,12 @@ class _Clock:
         return max((self._there_ms(other, action.stage) for other in needed), default=0.0)
 
     def _cost(self, action: Action) -> float:
-        return self._costs.of(action, split=(action.stage, action.index) in self._split)
+        cost_ms = self._costs.of(action, split=(action.stage, action.index) in self._split)
+        if not self._spread:
+            return cost_ms
+        key = action.stage, action.kind
+        draws = self._draws.setdefault(key, Random(str(key)))
+        return cost_ms * varied(draws, self._spread)
 
     def _there_ms(self, action: Action, stage: int) -> float:
         """When the result of `action` arrives at `stage`."""

@@ -335,6 +335,8 @@ def describe_schedule(schedule: Schedule, config: RunConfig) -> list[str]:
     parts = [describe_algorithm(schedule, config)]
     if config.schedule_file:
         parts.append(f"from {config.schedule_file}")
+    if config.ahead:
+        parts.append(f"--ahead {config.ahead}")
     if config.schedule == AUTO:
         parts.append(f"computed from the plan's costs, {when_measured(config)}")
     if 1 < len(schedule.ranks) < schedule.stages:

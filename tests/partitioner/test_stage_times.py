@@ -344,7 +344,11 @@ def test_stages_that_are_timed_at_once_have_each_core_in_turn() -> None:
 
 def test_of_forwards_and_of_backwards_the_first_quartile_counts() -> None:
     times = [WholeTimes(forward, 10 - forward) for forward in (5.0, 1.0, 4.0, 2.0, 3.0)]
-    assert first_quartile(times) == WholeTimes(2.0, 6.0)
+    found = first_quartile(times)
+    assert (found.forward_ms, found.backward_ms) == (2.0, 6.0)
+    # Quartiles of a normal distribution are 1.349 standard deviations apart.
+    assert found.spread == pytest.approx((2 / 3 + 2 / 7) / 2 / 1.349)
+    assert found.scaled(3.0) == WholeTimes(6.0, 18.0, found.spread)
 
 
 def test_what_fails_in_a_stage_beside_is_raised() -> None:
