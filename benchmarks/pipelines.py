@@ -24,6 +24,7 @@ from asyncpipe.runtime.schedule.asynchronous import ASYNCHRONOUS
 from asyncpipe.runtime.schedule.builders import AUTO, make_schedule
 from asyncpipe.runtime.schedule.dependencies import lower
 from asyncpipe.runtime.schedule.finalists import Trial, finalists
+from asyncpipe.runtime.schedule.run_ahead import times_ahead
 from asyncpipe.runtime.schedule.schedule import Schedule
 from asyncpipe.runtime.schedule.simulate import ActionCosts
 from asyncpipe.runtime.schedule.tasks import Tasks
@@ -33,6 +34,8 @@ from asyncpipe.runtime.transports.choose import open_transport
 ASYNC_MICRO_BATCHES = 48
 MEASURED_STEPS = 3
 TRIED_STEPS = 1000
+DEFAULT = "default"
+"""As many forwards ahead as a run takes by default for the plan."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,9 @@ OURS = {
     "async-1f1b, stash": Ours("async-1f1b", staleness="stash"),
     "async-1f1b, none": Ours("async-1f1b"),
     "async-1f1b, stash, k = 1": Ours("async-1f1b", staleness="stash", every=1),
+    "async-1f1b, stash, as far ahead as by default": Ours(
+        "async-1f1b", staleness="stash", ahead=DEFAULT
+    ),
     "async-1f1b, stash, ahead 2x": Ours("async-1f1b", staleness="stash", ahead="2x"),
     "async-1f1b, stash, ahead 2x, k = 1": Ours("async-1f1b", 1, "shm", "stash", 1, "2x"),
 }
@@ -136,6 +142,10 @@ class Configuration:
         self, folder: Path, ours: Ours, batch: Sequence[dict[str, Tensor]], rank: int, ranks: int
     ) -> None:
         self._plan, self._batch = read_plan(folder), batch
+        ahead = ours.ahead
+        if ahead == DEFAULT:
+            costs = costs_of_plan(self._plan)
+            ahead = f"{times_ahead(costs, len(batch), self._plan.setting.spread)}x"
         made = make_schedule(
             ours.schedule,
             stages=len(self._plan.stages),
@@ -143,7 +153,7 @@ class Configuration:
             step_every=ours.every or len(batch),
             ranks=ranks,
             **({"costs": costs_of_plan(self._plan)} if ours.schedule == AUTO else {}),
-            **({"ahead": ours.ahead} if ours.ahead else {}),
+            **({"ahead": ahead} if ahead else {}),
         )
         own = [stage for stage, at in enumerate(made.rank_of_stage) if at == rank]
         modules = {stage: load_stage(folder, self._plan, stage).train() for stage in own}

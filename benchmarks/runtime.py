@@ -93,6 +93,7 @@ LEADING = (
     "async-1f1b, stash",
     "async-1f1b, none",
     "async-1f1b, stash, k = 1",
+    "async-1f1b, stash, as far ahead as by default",
     "async-1f1b, stash, ahead 2x",
     "async-1f1b, stash, ahead 2x, k = 1",
     CEILING_K1,
@@ -419,10 +420,10 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(name: str, table: Sequence[Mapping[str, Any]]) -> None:
-    print(f"\n{name:30} samples/s   least    most  of ceiling  extra work  quiet")
+    print(f"\n{name:46} samples/s   least    most  of ceiling  extra work  quiet")
     for entry in table:
         print(
-            f"{entry['configuration']:30} {entry['samples_per_s']:9.2f} {entry['least']:7.2f} "
+            f"{entry['configuration']:46} {entry['samples_per_s']:9.2f} {entry['least']:7.2f} "
             f"{entry['most']:7.2f} {entry['of_ceiling']:11.1%} {entry['extra_work']:+11.1%} "
             f"{entry['quiet']:3}/{entry['of']}",
             flush=True,
