@@ -195,7 +195,7 @@ def test_staleness_is_told_before_the_run_and_at_its_end(folder: Path, tmp_path:
     )
     assert facts["schedule"].endswith(
         "drained at evaluations and every 4 steps; synchronous 1f1b for the first 1 step and "
-        "the last 2 steps"
+        "the last 2 steps; --ahead 2x"
     )
 
 
