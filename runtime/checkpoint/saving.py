@@ -45,7 +45,7 @@ from .folders import (
     write_text,
 )
 from .remote import copy
-from .storage import names_by_stage
+from .storage import names_by_stage, write_tensors
 
 _FAILED = "failed"
 
@@ -156,9 +156,6 @@ class Saver:
         self._notes.put(note)
 
     def _write_own(self, folder: Path, part: CheckpointPart) -> list[Path]:
-        # It loads torch.distributed.checkpoint, which not every run needs.
-        from .storage import write_tensors
-
         stages, rank = len(self._plan.stages), self._world.rank
         file_of = {
             name: shard_name(stage, stages)

@@ -1,13 +1,10 @@
-"""Named tensors <-> safetensors files, by torch.distributed.checkpoint (DCP).
+"""Named tensors <-> safetensors files.
 
-DCP's own storage keeps its metadata as a pickle, which can run code when it is read. These files
-are safetensors only: their headers have names, shapes and dtypes, from which DCP's reader for the
-Hugging Face format builds the metadata. So `torch.distributed.checkpoint.load`, and anything
-that reads safetensors, can open a folder written here.
-
-DCP gathers all ranks' plans to decide who writes which part of a sharded tensor. A stage's tensors
-are whole and belong to it alone, so every rank is its own coordinator: no communication is
-needed, and a thread can write while the ranks train.
+The files have the layout of Hugging Face, so `torch.distributed.checkpoint.load` opens a folder
+written here with its `HuggingFaceStorageReader`, as does anything that reads safetensors. Its own
+storage keeps the metadata as a pickle, which can run code when it is read, and its planner gathers
+the plans of all ranks to divide sharded tensors. A stage's tensors are whole and belong to it
+alone: every rank writes its own files without communication, in a thread while it trains.
 
 `write_weights` writes trained stages under the original names, in a folder that transformers
 loads.
@@ -21,19 +18,12 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from ..distributed.process_groups import World
 from ..errors import DataError
@@ -42,78 +32,33 @@ from ..tensor_files import tensor_bytes, write_index, write_shard
 from .folders import CheckpointError
 
 
-class SafetensorsWriter(StorageWriter):
-    """Writes each tensor to the file of `folder` that `file_of` names."""
-
-    def __init__(self, folder: Path, file_of: Callable[[str], str]) -> None:
-        self._folder, self._file_of = folder, file_of
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        return True
-
-    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """Does nothing: the folder is fixed."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        by_file: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        results = []
-        for item in plan.items:
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, Tensor), f"{item.index.fqn} is not a tensor"
-            file = self._file_of(item.index.fqn)
-            by_file[file][item.index.fqn] = tensor.detach().contiguous()
-            results.append(WriteResult(item.index, tensor.nbytes, file))
-        for file, tensors in by_file.items():
-            save_file(tensors, self._folder / file, metadata={"format": "pt"})
-        written: Future[list[WriteResult]] = Future()
-        written.set_result(results)
-        return written
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Does nothing: the files' headers are the metadata."""
-
-
 def write_tensors(
     folder: Path, tensors: Mapping[str, Tensor], file_of: Callable[[str], str]
 ) -> list[Path]:
-    """Writes this rank's tensors; returns the files. Raises OSError."""
-    if not tensors:
-        return []
-    writer = SafetensorsWriter(folder, file_of)
-    writer.set_up_storage_writer(is_coordinator=True)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=True)
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    """Writes each of this rank's tensors to the file of `folder` that `file_of` names; returns the
+    files. Raises OSError."""
+    by_file: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        by_file[file_of(name)][name] = tensor.detach().contiguous()
     try:
-        results = writer.write_data(planner.finish_plan(plans[0]), planner).wait()
+        for file, own in by_file.items():
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(own, folder / file, metadata={"format": "pt"})
     except SafetensorError as error:
         # The message is the only place that has the system's error number.
         number = re.search(r"os error (\d+)", str(error))
         arguments = (int(number[1]), os.strerror(int(number[1]))) if number else (str(error),)
         raise OSError(*arguments) from error
-    writer.finish(metadata, [results])
-    return sorted({folder / file_of(name) for name in tensors})
+    return sorted(folder / file for file in by_file)
 
 
 def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of a folder, by name. Raises CheckpointError for a damaged file."""
-    with _reading(folder):
-        stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {
-        name: tuple(tensor.size)
-        for name, tensor in stored.items()
-        if isinstance(tensor, TensorStorageMetadata)
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    with _archives(folder) as archives:
+        for archive in archives:
+            shapes |= {name: tuple(archive.get_slice(name).get_shape()) for name in archive.keys()}
+    return shapes
 
 
 def read_tensors(
@@ -127,22 +72,27 @@ def read_tensors(
     Raises CheckpointError for a damaged file.
     """
     tensors: dict[str, Tensor] = {}
-    with _reading(folder):
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as archive:
-                for name in filter(is_wanted, archive.keys()):
-                    part = read(name, archive.get_slice(name))
-                    tensors[name] = archive.get_tensor(name) if part is None else part
+    with _archives(folder) as archives:
+        for archive in archives:
+            for name in filter(is_wanted, archive.keys()):
+                part = read(name, archive.get_slice(name))
+                tensors[name] = archive.get_tensor(name) if part is None else part
     return tensors
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """Within it, errors in a folder's files become a CheckpointError."""
+def _archives(folder: Path) -> Iterator[Iterator[Any]]:
+    """The opened files of a folder; within it, errors in them become a CheckpointError."""
     try:
-        yield
+        yield _opened(folder)
     except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}.") from error
+
+
+def _opened(folder: Path) -> Iterator[Any]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as archive:
+            yield archive
 
 
 HF_FILES = "hf"

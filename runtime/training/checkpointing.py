@@ -27,7 +27,7 @@ from ..checkpoint.folders import STATE, WEIGHTS, CheckpointError, Facts
 from ..checkpoint.hand_over import HandOver
 from ..checkpoint.resuming import differences
 from ..checkpoint.saving import CheckpointPart, Saver
-from ..checkpoint.storage import copy_configuration, write_weights
+from ..checkpoint.storage import copy_configuration, read_tensors, shapes_in, write_weights
 from ..config.settings import RunConfig
 from ..distributed.process_groups import SharedStore, World
 from ..errors import PlanError, TransportError
@@ -121,8 +121,6 @@ def resume(
 
     Raises CheckpointError when its files cannot be read or do not fit this run.
     """
-    from ..checkpoint.storage import read_tensors
-
     facts = checkpoint.facts
     was_async = facts.settings.get("schedule") in ASYNCHRONOUS
     has_optimizer = _is_same(str(facts.settings.get("optimizer")), config.optimizer)
@@ -154,8 +152,6 @@ def _is_same(before: str, now: str) -> bool:
 def check_model(plan: Plan, folder: Path, checkpoint: FoundCheckpoint) -> None:
     """Raises CheckpointError for a checkpoint of another model than that of the generated folder,
     if that folder has weights to compare with."""
-    from ..checkpoint.storage import shapes_in
-
     if not (folder / WEIGHTS).is_dir():
         return
     planned, stored = shapes_in(folder / WEIGHTS), shapes_in(checkpoint.path / WEIGHTS)
