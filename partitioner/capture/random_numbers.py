@@ -15,7 +15,6 @@ import os
 import random
 import secrets
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -29,15 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...runtime.errors import CaptureError
 from ...runtime.rng import number_state, numbers_kept
-from .source_lines import exchanged, is_user_file, place
+from .source_lines import exchanged, is_library_file, is_user_file, place
 
 _CURE = (
     "Draw with torch (torch.rand, torch.randint, torch.randperm), or one number at a time with "
     "random.random() or np.random.rand()."
 )
-_PACKAGES = frozenset({"site-packages", "dist-packages"})
 _SYMPY = os.path.dirname(os.path.abspath(sympy.__file__)) + os.sep
-_LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
 _NO_DRAWS = ("getstate", "get_state")
 _GENERATORS = (np.random.Generator, np.random.RandomState)
 
@@ -146,10 +143,7 @@ def _own_state(generator: Any) -> str:
 def _is_library(frame: FrameType) -> bool:
     """True for library code that draws for its own purposes, such as tempfile for a name."""
     file = frame.f_code.co_filename
-    if file.startswith(_SYMPY):
-        return True
-    # Installed packages may lie within the folder of the standard library.
-    return file.startswith(_LIBRARIES) and not _PACKAGES & set(file.split(os.sep))
+    return file.startswith(_SYMPY) or is_library_file(file)
 
 
 def _caller() -> FrameType | None:

@@ -21,6 +21,7 @@ import linecache
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from functools import lru_cache
@@ -36,6 +37,8 @@ from ...runtime.formatting import hiding_in, one_line
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
 _LINE = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "STORE_GLOBAL")
 
@@ -46,6 +49,16 @@ def is_user_file(file: str) -> bool:
     if file.startswith("<"):
         return file.startswith(("<ipython", "<stdin"))
     return not file.startswith((_OURS, _TORCH)) and file != contextlib.__file__
+
+
+def is_installed_file(file: str) -> bool:
+    """True for a file of an installed package."""
+    return not _PACKAGES.isdisjoint(file.split(os.sep))
+
+
+def is_library_file(file: str) -> bool:
+    """True for a file of the standard library; installed packages may lie within its folder."""
+    return file.startswith(_LIBRARIES) and not is_installed_file(file)
 
 
 def user_frames(top: FrameType | None, start: FrameType | None = None) -> list[FrameType]:
@@ -190,12 +203,7 @@ def exchanged(
     """
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for scope, holder in _scopes(model):
-            # Programs have tens of thousands of globals: only sets are fast enough for all of them.
-            values = list(scope.values())
-            types = set(map(type, values)) if kinds else ()
-            if ids.isdisjoint(map(id, values)) and not any(issubclass(t, kinds) for t in types):
-                continue
+        for scope, holder in _scopes_with(model, frozenset(ids), kinds):
             for name, value in list(scope.items()):
                 replacement = other(holder, name, value)
                 if replacement is not value:
@@ -207,14 +215,47 @@ def exchanged(
             scope[name] = value
 
 
-def _scopes(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+def _scopes_with(
+    model: nn.Module, ids: frozenset[int], kinds: tuple[type, ...]
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """The globals of imported modules and the attributes of the model's modules that hold an object
+    of one of these `ids`, or an instance of one of these `kinds`; each with its name."""
+    passed_over = _libraries_without(ids, kinds)
     for name, module in list(sys.modules.items()):
         root = name.partition(".")[0]
-        if isinstance(module, ModuleType) and root not in ("torch", "sympy", "asyncpipe"):
-            if root != "numpy" or name == "numpy.random":
-                yield vars(module), name
+        if not isinstance(module, ModuleType) or root in ("torch", "sympy", "asyncpipe"):
+            continue
+        scope = vars(module)
+        if (root == "numpy" and name != "numpy.random") or passed_over.get(module) == len(scope):
+            continue
+        if _holds(scope, ids, kinds):
+            yield scope, name
+        elif _is_installed(module):
+            passed_over[module] = len(scope)
     for path, part in model.named_modules():
-        yield vars(part), f"self.{path}" if path else "self"
+        if _holds(vars(part), ids, kinds):
+            yield vars(part), f"self.{path}" if path else "self"
+
+
+@lru_cache(maxsize=4)
+def _libraries_without(ids: frozenset[int], kinds: tuple[type, ...]) -> dict[ModuleType, int]:
+    """The installed modules that held none of these objects, with their number of globals then.
+
+    A program has thousands, with tens of thousands of globals: to search all of them at every
+    trace would take a tenth of a capture."""
+    return {}
+
+
+def _is_installed(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None) or ""
+    return is_installed_file(file) or is_library_file(file)
+
+
+def _holds(scope: dict[str, Any], ids: frozenset[int], kinds: tuple[type, ...]) -> bool:
+    values = list(scope.values())
+    # Only sets are fast enough for all globals.
+    types = set(map(type, values)) if kinds else ()
+    return not ids.isdisjoint(map(id, values)) or any(issubclass(t, kinds) for t in types)
 
 
 _OWN = frozenset((*dir(nn.Module), *vars(nn.Module())))

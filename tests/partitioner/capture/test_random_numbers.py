@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import random as drawn
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.partitioner.capture import capture, random_numbers
+from asyncpipe.partitioner.capture import capture, random_numbers, source_lines
 from asyncpipe.partitioner.capture.check import check_capture
 from asyncpipe.partitioner.capture.model_state import seed_all
 from asyncpipe.runtime.errors import CaptureError
@@ -452,7 +454,7 @@ def test_a_package_within_the_standard_library_s_folder_is_the_user_s(
     file: str, is_library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a system's Python has its packages, or a target folder has sympy."""
-    monkeypatch.setattr(random_numbers, "_LIBRARIES", (os.sep + "lib" + os.sep,))
+    monkeypatch.setattr(source_lines, "_LIBRARIES", (os.sep + "lib" + os.sep,))
     monkeypatch.setattr(random_numbers, "_SYMPY", os.sep + os.path.join("elsewhere", "sympy", ""))
     namespace: dict[str, Any] = {}
     source = "import sys\ndef frame():\n    return sys._getframe()\n"
@@ -460,3 +462,18 @@ def test_a_package_within_the_standard_library_s_folder_is_the_user_s(
     assert random_numbers._is_library(namespace["frame"]()) is is_library
     exec(compile(source, os.path.join(os.sep, "elsewhere", "sympy", "a.py"), "exec"), namespace)
     assert random_numbers._is_library(namespace["frame"]())
+
+
+def test_a_library_is_searched_again_when_it_has_another_global(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library: Any = ModuleType("library")
+    library.__file__ = os.path.join(os.sep, "lib", "site-packages", "library.py")
+    monkeypatch.setitem(sys.modules, "library", library)
+    for name in ("first", "second"):
+        with source_lines.exchanged(Layers(), lambda *_: len, {id(library)}):
+            pass
+        setattr(library, name, library)
+        with source_lines.exchanged(Layers(), lambda *_: len, {id(library)}):
+            assert getattr(library, name) is len
+        delattr(library, name)
