@@ -95,7 +95,7 @@ def check_words(app: App, words: list[str]) -> None:
 def _in_ours(app: App, words: list[str]) -> list[str]:
     """The words of a command line with our options in place of other tools' names for them."""
     names = _NAMES.get(app.name[0], _NO_NAMES)
-    return names.in_ours(words, _options(app, _subcommand(app, words))) if names.same else words
+    return names.in_ours(words, lambda flag: flag in _options(app, _subcommand(app, words)))
 
 
 def _subcommand(app: App, words: list[str]) -> str:

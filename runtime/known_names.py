@@ -7,7 +7,7 @@ a sentence. Only what no table knows is compared by its letters, and only close 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -31,11 +31,12 @@ class KnownNames:
     same: Mapping[str, str]
     answers: Mapping[str, str]
 
-    def in_ours(self, words: Sequence[str], own: Collection[str]) -> list[str]:
-        """The words of a command line with our options in place of accepted names, as far as the
-        command has them in `own`.
+    def in_ours(self, words: Sequence[str], has: Callable[[str], bool]) -> list[str]:
+        """The words of a command line with our options in place of accepted names; `has` is true
+        for an option of the command.
 
-        >>> TRAIN.in_ours(["DIR", "--learning_rate=1e-3", "--bf16"], ["--lr", "--precision"])
+        >>> own = {"--lr", "--precision"}
+        >>> TRAIN.in_ours(["DIR", "--learning_rate=1e-3", "--bf16"], own.__contains__)
         ['DIR', '--lr', '1e-3', '--precision', 'bfloat16']
         """
         translated: list[str] = []
@@ -44,7 +45,7 @@ class KnownNames:
                 return [*translated, *words[position:]]
             flag, is_assigned, value = word.partition("=")
             ours = self.same.get(_bare(flag), "").split() if flag.startswith("--") else []
-            if ours and ours[0] in own:
+            if ours and has(ours[0]):
                 translated += [*ours, *([value] if is_assigned else [])]
             else:
                 translated.append(word)
