@@ -13,6 +13,7 @@ from ..runtime.config.settings import Settings
 from ..runtime.limits import Choice, ListOf, Text, path
 from ..runtime.optimizers.facts import OPTIMIZERS
 from ..runtime.options import options_of
+from ..runtime.process import first_imports
 from .console import make_console
 from .options import COMPARED, PANEL, limited, make_app, option, with_limits
 from .training_options import ComparedOptions
@@ -84,7 +85,8 @@ def compare_command(
     verbose
         Show the traceback of an error.
     """
-    from ..runtime.experiments.compare import compare
+    with first_imports():
+        from ..runtime.experiments.compare import compare
     from .console import print_comparison, print_run
 
     settings = Settings(**options.given(), folder=str(folder))

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from ..partitioner.planning.options import OPTIONS, PartitionOptions
 from ..runtime.limits import flag_of
+from ..runtime.process import first_imports
 from ..runtime.user_code import command_line
 from .console import (
     PhaseDisplay,
@@ -62,8 +63,8 @@ def partition_command(
 
 def _partition(model: str, options: CommandOptions, chosen: PartitionOptions) -> int:
     """Writes a generated folder, or stops after the plan."""
-    from ..partitioner.compile import partition_spec
-
+    with first_imports():
+        from ..partitioner.compile import partition_spec
     console = make_console()
     with PhaseDisplay(console, silent=options.json or options.quiet) as display:
         plan = partition_spec(
@@ -98,8 +99,8 @@ def _partition(model: str, options: CommandOptions, chosen: PartitionOptions) ->
 
 def _outline(model: str, options: CommandOptions, chosen: PartitionOptions) -> int:
     """Prints the graph by module, with costs if it is profiled; writes nothing."""
-    from ..partitioner.outline import outline_spec
-
+    with first_imports():
+        from ..partitioner.outline import outline_spec
     console = make_console()
     with PhaseDisplay(console, silent=options.json or options.quiet) as display:
         outline = outline_spec(

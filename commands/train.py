@@ -18,6 +18,7 @@ from ..runtime.config.option_files import check_code, merged, read_config, setti
 from ..runtime.formatting import counted, write_bytes
 from ..runtime.import_path import ISOLATED
 from ..runtime.limits import Choice, ListOf, Text, Whole, bytes_of, flag_of, key_values, path
+from ..runtime.process import first_imports
 from .console import make_console, print_text
 from .options import PANEL, SEVERAL, limited, make_app, option, unwrapped, with_limits
 from .running import REPORTER, usage
@@ -135,9 +136,9 @@ def train_command(
 
         print_text(batch_script(settings))
         return 0
-    from ..runtime.launch.launch import run, schedule_text
-    from .run_display import print_starting
-
+    with first_imports():
+        from ..runtime.launch.launch import run, schedule_text
+        from .run_display import print_starting
     if settings.print_schedule:
         print_text(schedule_text(settings))
         return 0

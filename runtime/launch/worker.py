@@ -9,13 +9,15 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from ..process import die_with
+from ..process import die_with, first_imports
 
 
 def main() -> None:
     starter, module, *arguments = sys.argv[1:]
     die_with(int(starter))
-    import_module(module).run(*arguments)
+    with first_imports():
+        run = import_module(module).run
+    run(*arguments)
 
 
 if __name__ == "__main__":
