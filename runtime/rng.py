@@ -41,6 +41,15 @@ _STATES = np.dtype(
 NUMBER_STATE_BYTES = _STATES.itemsize
 
 
+def seed_torch(seed: int) -> None:
+    """Seeds torch's own generators, as `torch.manual_seed`, which without an accelerator notes the
+    whole stack each time for one that may be found later."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 def seed_numbers(seed: int) -> None:
     """Seeds both generators; NumPy's takes the low 32 bits."""
     random.seed(seed)

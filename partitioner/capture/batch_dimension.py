@@ -19,6 +19,7 @@ from itertools import islice, product
 import torch
 from torch import Tensor, nn
 
+from ...runtime.rng import seed_torch
 from .arguments import Arguments, plain_structure, tensors_in
 from .check import MAX_PARAMETERS_WITH_GRADIENTS
 from .fake_inputs import Dynamic, FakeWorld, PinnedSizeError
@@ -107,7 +108,7 @@ def _on_a_copy(model: nn.Module, given: Arguments) -> Runs | None:
         twin = copy.deepcopy(base, dict(shared))
         try:
             with unchanged(twin), in_mode(twin, False), without_cache(twin), silent():
-                torch.manual_seed(0)
+                seed_torch(0)
                 with torch.no_grad():
                     return list(tensors_in(plain_structure(given.call(twin, own))))
         except Exception:

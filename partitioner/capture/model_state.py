@@ -2,13 +2,11 @@
 
 `in_mode`, `unchanged`, `without_cache` and `silent` are context managers that restore the model.
 
-`working_copies` gives a model copies of its parameters and buffers with a little noise. Without
-noise, a gate or a head of zeros, or a copy that still equals its source, would hide differences
-behind it. The copies also keep changes by forward away from the caller's memory.
+`working_copies` gives a model copies of its tensors with a little noise: a gate or a head of zeros,
+or a copy that equals its source, would hide differences. They also keep changes from the caller.
 
-`state_between_calls` finds state that forward keeps in attributes. A stage has parameters and
-buffers, but no other memory: if a second call with the same inputs gives other results, the model
-has other memory.
+`state_between_calls` finds state that forward keeps in attributes: a stage has parameters and
+buffers, but no other memory.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...runtime.errors import CaptureError
 from ...runtime.formatting import one_line
-from ...runtime.rng import numbers_kept, seed_numbers
+from ...runtime.rng import numbers_kept, seed_numbers, seed_torch
 
 _CACHES = ("use_cache", "use_mems_eval", "use_mems_train")
 
 
 def seed_all(seed: int) -> None:
     """Seeds the generators of torch, Python and NumPy."""
-    torch.manual_seed(seed)
+    seed_torch(seed)
     seed_numbers(seed)
 
 
@@ -195,11 +193,13 @@ def silent() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
+            logger.level = logging.CRITICAL
+        loggers[0].setLevel(logging.CRITICAL)  # makes all loggers forget: five times would be slow
         yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+            logger.level = level
+        loggers[0].setLevel(levels[0])
 
 
 def is_on_meta(model: nn.Module) -> bool:

@@ -222,24 +222,30 @@ def _scopes_with(
     of one of these `ids`, or an instance of one of these `kinds`; each with its name."""
     passed_over = _libraries_without(ids, kinds)
     for name, module in list(sys.modules.items()):
-        root = name.partition(".")[0]
-        if not isinstance(module, ModuleType) or root in ("torch", "sympy", "asyncpipe"):
+        known = passed_over.get(name)
+        if known is not None and known[0] is module and len(known[1]) == known[2]:
             continue
-        scope = vars(module)
-        if (root == "numpy" and name != "numpy.random") or passed_over.get(module) == len(scope):
+        if not isinstance(module, ModuleType):
             continue
-        if _holds(scope, ids, kinds):
+        scope, root = vars(module), name.partition(".")[0]
+        is_left_out = root in ("torch", "sympy", "asyncpipe") or (
+            root == "numpy" and name != "numpy.random"
+        )
+        if not is_left_out and _holds(scope, ids, kinds):
             yield scope, name
-        elif _is_installed(module):
-            passed_over[module] = len(scope)
+        elif is_left_out or _is_installed(module):
+            passed_over[name] = module, scope, len(scope)
     for path, part in model.named_modules():
         if _holds(vars(part), ids, kinds):
             yield vars(part), f"self.{path}" if path else "self"
 
 
 @lru_cache(maxsize=4)
-def _libraries_without(ids: frozenset[int], kinds: tuple[type, ...]) -> dict[ModuleType, int]:
-    """The installed modules that held none of these objects, with their number of globals then.
+def _libraries_without(
+    ids: frozenset[int], kinds: tuple[type, ...]
+) -> dict[str, tuple[ModuleType, dict[str, Any], int]]:
+    """The installed modules that held none of these objects, with their globals, and the number of
+    them then.
 
     A program has thousands, with tens of thousands of globals: to search all of them at every
     trace would take a tenth of a capture."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asyncpipe.runtime.rng import seed_torch
 from asyncpipe.tests.support.oracles.stage_chain import Chain, tensors_in
 
 
@@ -27,9 +28,9 @@ def assert_same(
     original = copy.deepcopy(chain.capture.model)
     close: Callable[..., Any] = torch.testing.assert_close
     given, again = ({name: value.clone() for name, value in inputs.items()} for _ in range(2))
-    torch.manual_seed(3)
+    seed_torch(3)
     expected = tensors_in(original(**given))
-    torch.manual_seed(3)
+    seed_torch(3)
     actual = chain.run(again, by_value=by_value)
     for one, other in zip(expected, actual, strict=True):
         close(other, one, atol=tolerance, rtol=tolerance)
