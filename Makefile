@@ -26,6 +26,9 @@ quickstart: $(VENV)/.demo
 
 install: $(VENV)/.demo
 
+# Tests start hundreds of processes, each of which would compile all modules again.
+test quick: export PYTHONDONTWRITEBYTECODE =
+
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 

@@ -16,6 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported; the workers and the processes of tests inherit it."""
     # A shell that starts this in the background lets it ignore Ctrl-C, and all that it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # until all modules are imported
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     folder = tempfile.mkdtemp(prefix="asyncpipe-cache-")
@@ -28,9 +29,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """Modules stay until the end, so no collection of garbage needs to go through them: a whole one
-    would take seconds."""
+    would take seconds. Tests keep little, so that collections may be rare."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def kept_objects() -> Iterator[None]:
+    """What a whole collection has left, as modules that a test has imported, is left out of later
+    ones."""
+    before = gc.get_stats()[2]["collections"]
+    yield
+    if gc.get_stats()[2]["collections"] > before:
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

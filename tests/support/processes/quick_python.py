@@ -116,6 +116,7 @@ def _start():
 
 
 def _stand_for(address: str, arguments: list[str]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)  # until they can be forwarded
     # Also those by which mpiexec talks to its rank, and multiprocessing to its children.
     inherited = (int(name) for name in os.listdir("/proc/self/fd"))
     descriptors = [number for number in inherited if _is_open(number)]
@@ -134,6 +135,7 @@ def _stand_for(address: str, arguments: list[str]) -> None:
         process = int.from_bytes(_read(connection, _WORD), "little")
         for number in _FORWARDED:
             signal.signal(number, lambda number, frame: os.kill(process, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         status = int.from_bytes(_read(connection, _WORD), "little")
     if os.WIFSIGNALED(status):
         for number in _FORWARDED:
@@ -196,9 +198,13 @@ def _serve(address: str) -> list[str]:
 
 
 def _prepare() -> None:
-    """Compiles the templates and draws the data that most processes use."""
+    """Does once what most processes would do first: compiles the templates, draws the synthetic
+    points, and cuts a model, whose first time takes twice as long as others."""
+    import tempfile
+
     import torch
 
+    from asyncpipe.cli import partition
     from asyncpipe.runtime.data.datasets import CLUSTER_CLASSES, clustered_points
     from asyncpipe.runtime.reports.rendering import TEMPLATES
 
@@ -207,7 +213,33 @@ def _prepare() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a fork does not have the threads of a pool
     clustered_points(_MLP_FEATURES, CLUSTER_CLASSES)
+    with tempfile.TemporaryDirectory() as folder, _own_surroundings(folder):
+        sys.argv = ["asyncpipe-partition", "--model", "mlp", "--stages", "2", "--output", "mlp"]
+        try:
+            partition()
+        except SystemExit as ended:
+            assert not ended.code
     torch.set_num_threads(threads)
+
+
+@contextmanager
+def _own_surroundings(folder: str):
+    """Inside, caches and the current folder are in a folder of the block's own; afterwards all is
+    as in a process that has done nothing."""
+    import torch
+
+    environment, arguments, paths = dict(os.environ), sys.argv, list(sys.path)
+    here, numbers = os.getcwd(), torch.get_rng_state()
+    os.environ |= {"ASYNCPIPE_CACHE": folder, "ASYNCPIPE_STATE": folder}
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(here)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv, sys.path[:] = arguments, paths
+        torch.set_rng_state(numbers)
 
 
 def _reap() -> bool:
