@@ -326,7 +326,7 @@ def test_a_stage_that_is_done_goes_on_until_all_are() -> None:
     slow: list[int] = []
     times = together([passages(50.0, quick), passages(20.0, slow)], 100.0, threads=1)
     assert [len(of_one) for of_one in times] == [3, 6]
-    assert len(quick) > 4
+    assert len(quick) > len(times[0])
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
