@@ -43,7 +43,8 @@ from .profile.operation_costs import NodeCost, OnProgress
 from .profile.profiler import Profile, WholeTimes, state_kept
 from .split.split import StageGraph, names_of_outputs
 
-_LAPS = 4
+_LEAST_LAPS, _LAPS = 2, 4
+_CALM = 0.05  # spread
 _QUARTILES_APART = 1.349  # of a normal distribution, in standard deviations
 _LEAST, _MOST = 2, 24  # micro-batches of a lap
 
@@ -55,7 +56,8 @@ class StageTiming:
     at_once: the number of stages that compute at the same time on this machine's cores
     threads: threads of each stage; None for torch's own number
     dtype: the dtype of a rank's computations
-    enough_ms: the milliseconds after which a stage has been timed for long enough
+    enough_ms: the milliseconds after which a stage has been timed for long enough; half of them if
+        its times hardly vary
     cache: stages in it are not timed again
     content: identifies the computation of each node in the cache
     """
@@ -63,7 +65,7 @@ class StageTiming:
     at_once: int = 1
     threads: int | None = None
     dtype: str = "float32"
-    enough_ms: float = 4000.0
+    enough_ms: float = 2000.0
     cache: ProfileCache | None = None
     content: Mapping[str, str] = field(default_factory=dict)
 
@@ -126,6 +128,8 @@ def _samples(
     """
     samples: list[list[WholeTimes]] = [[] for _ in begin]
     for lap in range(_LAPS):
+        if lap >= _LEAST_LAPS and all(map(_is_calm, filter(None, samples))):
+            break
         for first in range(0, len(begin), timing.at_once):
             group = [(first + ahead) % len(begin) for ahead in range(timing.at_once)]
             if any(is_new[index] for index in group):
@@ -133,9 +137,13 @@ def _samples(
                 of_group = together(runs, timing.enough_ms / _LAPS, timing.threads, turn=lap)
                 for index, times_of_one in zip(group, of_group, strict=True):
                     samples[index] += times_of_one
-            if on_progress and lap == _LAPS - 1:
+            if on_progress and lap == 0:
                 on_progress(min(first + timing.at_once, len(begin)), len(begin))
     return samples
+
+
+def _is_calm(times: Sequence[WholeTimes]) -> bool:
+    return first_quartile(times).spread <= _CALM
 
 
 def first_quartile(times: Sequence[WholeTimes]) -> WholeTimes:
