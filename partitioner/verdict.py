@@ -3,13 +3,20 @@
 In float32, rounding alone may differ by more than the tolerance: a batch norm over two samples
 divides by almost nothing. In float64 rounding is 1e9 times smaller, and a defect is as large as
 before.
+
+`state_between_calls` finds state that forward keeps in attributes. A stage has parameters and
+buffers, but no other memory: if a second call with the same inputs gives other results, the model
+has other memory.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -149,3 +156,71 @@ def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name: each.double() if each.dtype == torch.float32 else each
         for name, each in tensors.items()
     }
+
+
+_OWN = frozenset({"training", "_parameters", "_buffers", "_modules"})
+
+
+def state_between_calls(
+    model: nn.Module, call: Callable[[], Mapping[str, Tensor]]
+) -> tuple[str, str] | None:
+    """The error and its cure, if two equal calls differ because of attributes that the first sets.
+
+    `call` makes the results from equal parameters, buffers and random numbers.
+    """
+    before = _attributes(model)
+    first = call()
+    after = _attributes(model)
+    names = [name for name, value in after.items() if before.get(name) != value]
+    if not names:
+        return None
+    second = call()
+    if first.keys() == second.keys() and all(
+        torch.equal(value, second[name]) or bool(value.isnan().any())
+        for name, value in first.items()
+    ):
+        return None
+    where = next(filter(None, (_line(model, name) for name in names)), "")
+    return (
+        f"{type(model).__name__} stores a result of one call in self.{names[0]}{where} and reads "
+        "it in the next call: a second call with the same inputs gives other results, and a stage "
+        "has no such memory.",
+        "Make it an argument and a result of forward, or, if it is independent of the batch, a "
+        "buffer: self.register_buffer(name, tensor).",
+    )
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """The identity of each attribute by name; for containers the identities of their items."""
+    return {
+        f"{path}.{name}" if path else name: _identity(value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _OWN
+    }
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, (int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return [(id(key), id(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, set)) or hasattr(value, "maxlen"):
+        return [id(item) for item in value]
+    return id(value)
+
+
+def _line(model: nn.Module, name: str) -> str:
+    """The line where forward writes to an attribute, as ` (nets.py:12)`, if it can be found."""
+    path, _, attribute = name.rpartition(".")
+    kind = type(model.get_submodule(path))
+    try:
+        lines, start = inspect.getsourcelines(kind)
+        file = inspect.getsourcefile(kind) or ""
+    except (OSError, TypeError):
+        return ""
+    writes = re.compile(rf"\bself\.{re.escape(attribute)}\b(?:\[.*\])?(?:\s*[-+*/]?=[^=]|\.)")
+    writing = [number for number, line in enumerate(lines) if writes.search(line)]
+    return f" ({Path(file).name}:{start + writing[-1]})" if writing else ""

@@ -37,7 +37,6 @@ from .capture.model_state import (
     UnfitNoise,
     WorkingCopies,
     seed_all,
-    state_between_calls,
     unchanged,
     verify_finite,
     without_cache,
@@ -67,6 +66,7 @@ from .verdict import (
     follow,
     not_repeatable,
     rounding_or_defect,
+    state_between_calls,
 )
 
 Refused = Callable[[Mapping[str, int]], str]

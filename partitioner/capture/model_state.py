@@ -1,25 +1,20 @@
-"""The state of a model: blocks that change and restore it, noisy copies, and state between calls.
+"""The state of a model: blocks that change and restore it, and noisy copies.
 
 `in_mode`, `unchanged`, `without_cache` and `silent` are context managers that restore the model.
 
-`working_copies` gives a model copies of its tensors with a little noise: a gate or a head of zeros,
-or a copy that equals its source, would hide differences. They also keep changes from the caller.
-
-`state_between_calls` finds state that forward keeps in attributes: a stage has parameters and
-buffers, but no other memory.
+`working_copies` gives a model copies of its parameters and buffers with a little noise. Without
+noise, a gate or a head of zeros, or a copy that still equals its source, would hide differences
+behind it. The copies also keep changes by forward away from the caller's memory.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
-import re
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -238,6 +233,7 @@ class WorkingCopies:
     def __init__(self, model: nn.Module, noise: Noise, changing: Collection[str] | None) -> None:
         self._noise = noise
         self._spreads: dict[int, Spread] = {}
+        self._kept: dict[int, Tensor] = {}
         self._parameters = dict(model.named_parameters())
         self._unsaved = {
             f"{path}.{name}" if path else name
@@ -248,6 +244,7 @@ class WorkingCopies:
         strided = [(name, tensor) for name, tensor in named if _is_plain(tensor)]
         self._users = Counter(tensor.untyped_storage()._cdata for _, tensor in strided)
         total = sum(tensor.numel() * tensor.element_size() for _, tensor in strided)
+        self._keeps_first = total <= MOST_BYTES // 2
         self._places = [
             (place, name, tensor, tensor.data)
             for place, (name, tensor) in enumerate(strided)
@@ -264,7 +261,7 @@ class WorkingCopies:
         for place, name, tensor, own in self._places:
             first = self._first(place, name, own)
             if tensor.data_ptr() == own.data_ptr() or not torch.equal(tensor, first):
-                tensor.data = first
+                tensor.data = first.clone() if place in self._kept else first
 
     def changed(self) -> dict[str, Tensor]:
         """The values of the parameters that differ from their first values."""
@@ -279,6 +276,15 @@ class WorkingCopies:
             tensor.data = own
 
     def _first(self, place: int, name: str, own: Tensor) -> Tensor:
+        """The first value; made again each time only where keeping all would take much memory."""
+        if place not in self._kept:
+            first = self._made(place, name, own)
+            if not self._keeps_first:
+                return first
+            self._kept[place] = first
+        return self._kept[place]
+
+    def _made(self, place: int, name: str, own: Tensor) -> Tensor:
         is_parameter = name in self._parameters
         is_kept = name in self._unsaved or (self._noise is Noise.PARAMETERS and not is_parameter)
         if self._noise is Noise.NONE or is_kept:
@@ -380,71 +386,3 @@ def verify_finite(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise UnfitNoise
-
-
-_OWN = frozenset({"training", "_parameters", "_buffers", "_modules"})
-
-
-def state_between_calls(
-    model: nn.Module, call: Callable[[], Mapping[str, Tensor]]
-) -> tuple[str, str] | None:
-    """The error and its cure, if two equal calls differ because of attributes that the first sets.
-
-    `call` makes the results from equal parameters, buffers and random numbers.
-    """
-    before = _attributes(model)
-    first = call()
-    after = _attributes(model)
-    names = [name for name, value in after.items() if before.get(name) != value]
-    if not names:
-        return None
-    second = call()
-    if first.keys() == second.keys() and all(
-        torch.equal(value, second[name]) or bool(value.isnan().any())
-        for name, value in first.items()
-    ):
-        return None
-    where = next(filter(None, (_line(model, name) for name in names)), "")
-    return (
-        f"{type(model).__name__} stores a result of one call in self.{names[0]}{where} and reads "
-        "it in the next call: a second call with the same inputs gives other results, and a stage "
-        "has no such memory.",
-        "Make it an argument and a result of forward, or, if it is independent of the batch, a "
-        "buffer: self.register_buffer(name, tensor).",
-    )
-
-
-def _attributes(model: nn.Module) -> dict[str, Any]:
-    """The identity of each attribute by name; for containers the identities of their items."""
-    return {
-        f"{path}.{name}" if path else name: _identity(value)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name not in _OWN
-    }
-
-
-def _identity(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    if isinstance(value, (int, float, str)):
-        return value
-    if isinstance(value, dict):
-        return [(id(key), id(item)) for key, item in value.items()]
-    if isinstance(value, (list, tuple, set)) or hasattr(value, "maxlen"):
-        return [id(item) for item in value]
-    return id(value)
-
-
-def _line(model: nn.Module, name: str) -> str:
-    """The line where forward writes to an attribute, as ` (nets.py:12)`, if it can be found."""
-    path, _, attribute = name.rpartition(".")
-    kind = type(model.get_submodule(path))
-    try:
-        lines, start = inspect.getsourcelines(kind)
-        file = inspect.getsourcefile(kind) or ""
-    except (OSError, TypeError):
-        return ""
-    writes = re.compile(rf"\bself\.{re.escape(attribute)}\b(?:\[.*\])?(?:\s*[-+*/]?=[^=]|\.)")
-    writing = [number for number, line in enumerate(lines) if writes.search(line)]
-    return f" ({Path(file).name}:{start + writing[-1]})" if writing else ""
