@@ -116,7 +116,8 @@ def other_ways(
 
 def _others(graph: nx.DiGraph, chosen: Way, options: Mapping[str, Any]) -> Iterator[Way]:
     ranks = chosen.solution.setting.stages
-    several = chosen.schedule if chosen.schedule in ("looped-bfs", AUTO) else "interleaved"
+    # What `auto` could do with them is never longer, and takes much longer to compute.
+    several = "looped-bfs" if chosen.schedule == "looped-bfs" else "interleaved"
     for stages_per_rank in sorted({1, 2, 2 * chosen.stages_per_rank}):
         schedule = several if stages_per_rank > 1 else "1f1b"
         is_chosen = (schedule, stages_per_rank) == (chosen.schedule, chosen.stages_per_rank)
