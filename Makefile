@@ -30,7 +30,7 @@ install: $(VENV)/.demo
 test quick: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q
+	$(BIN)/python -m pytest -n 3 --dist worksteal -q
 
 # One test or file for each step from a model to its training, and the rules of the code and pages.
 QUICK := \
@@ -50,7 +50,7 @@ QUICK := \
 	tests/test_docs.py --deselect tests/test_docs.py::test_every_command_shown_runs
 
 quick: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q $(QUICK)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -q $(QUICK)
 
 check: test lint types site
 
