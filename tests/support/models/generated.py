@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import asyncpipe
+from asyncpipe.partitioner import capture_and_profile
+from asyncpipe.partitioner.capture.graph import Capture
+from asyncpipe.partitioner.capture_and_profile import capture_source
 from asyncpipe.partitioner.models.builtin import ResNet
-from asyncpipe.partitioner.models.load import load_model
+from asyncpipe.partitioner.models.load import ModelSource, load_model
+from asyncpipe.partitioner.planning.options import PartitionOptions
 from asyncpipe.tests.support.models.copies import made_once
 
 Inputs = dict[str, Tensor]
@@ -132,8 +137,15 @@ def cut(case: Case, stages: int, folder: Path, **running: Any) -> Path:
     return made_once(
         f"{name} in {stages} stages, {sorted(running.items())}",
         folder,
-        lambda: asyncpipe.partition(
-            case.build(),
+        partial(_partition, name, case, stages, folder, running),
+    )
+
+
+def _partition(name: str, case: Case, stages: int, folder: Path, running: dict[str, Any]) -> None:
+    """Partitions a case, which is captured once in a process."""
+    with mock.patch.object(capture_and_profile, "capture_source", partial(_capture_of, name)):
+        asyncpipe.partition(
+            _model_of(name),
             case.example_inputs,
             stages=stages,
             output=folder,
@@ -141,8 +153,21 @@ def cut(case: Case, stages: int, folder: Path, **running: Any) -> Path:
             loss=case.criterion,
             profile="analytic",
             **running,
-        ),
-    )
+        )
+
+
+@cache
+def _model_of(name: str) -> nn.Module:
+    return {**CASES, **LARGER}[name].build()
+
+
+_CAPTURES: dict[str, Capture] = {}
+
+
+def _capture_of(name: str, source: ModelSource, options: PartitionOptions) -> Capture:
+    if name not in _CAPTURES:
+        _CAPTURES[name] = capture_source(source, options)
+    return _CAPTURES[name]
 
 
 def loss_of(case: Case, model: Callable[..., Any], inputs: Inputs) -> Tensor:
