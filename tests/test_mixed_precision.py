@@ -74,7 +74,7 @@ def plain(
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
         for i in range((step - 1) * MICRO_BATCHES, step * MICRO_BATCHES):
-            torch.manual_seed(micro_batch_seed(SEED, i))
+            torch.default_generator.manual_seed(micro_batch_seed(SEED, i))
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                 loss = loss_of_micro_batch(i)
             (loss / MICRO_BATCHES).backward()

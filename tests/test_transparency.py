@@ -51,7 +51,7 @@ def plain(name: str, *, fault: str = "") -> tuple[list[float], Gradients, dict[s
     for step in range(1, STEPS + 1):
         sgd.zero_grad()
         for i in range((step - 1) * MICRO_BATCHES, step * MICRO_BATCHES):
-            torch.manual_seed(micro_batch_seed(SEED, i))
+            torch.default_generator.manual_seed(micro_batch_seed(SEED, i))
             loss = loss_of(case, model, case.micro_batch(i ^ 1 if fault == "swap" else i))
             (loss / MICRO_BATCHES).backward()
             losses.append(float(loss.detach()))

@@ -259,9 +259,9 @@ def test_a_layer_that_training_leaves_out_at_random_is_an_if(stages: int, tmp_pa
         for module in (model, *pipe.stages):
             module.train(training)
         for seed in range(8):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             expected = model(x=X)
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             torch.testing.assert_close(pipe(x=X), expected, rtol=0, atol=0)
             seen.add(round(float(expected.detach().sum()), 4))
     assert len(seen) > 6
@@ -292,9 +292,9 @@ def test_a_random_way_that_does_other_work_is_an_else(tmp_path: Path) -> None:
         for module in (model, *pipe.stages):
             module.train(training)
         for seed in range(8):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             expected = model(x=X)
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             torch.testing.assert_close(pipe(x=X), expected, rtol=0, atol=0)
 
 

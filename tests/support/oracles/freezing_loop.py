@@ -154,7 +154,7 @@ class PlainLoop:
                 history.append(self._weights())
 
     def _loss(self, number: int, versions: list[int], history: list[list[Weights]]) -> Tensor:
-        torch.manual_seed(micro_batch_seed(self.seed, number))
+        torch.default_generator.manual_seed(micro_batch_seed(self.seed, number))
         fields = self.feed(self.read)
         self.read += 1
         hidden = fields["x"]
