@@ -246,7 +246,7 @@ class Stage:
             if roots:
                 tensors, tensor_gradients = zip(*roots, strict=True)
                 with self._reading(flight.weights):
-                    _backward(tensors, tensor_gradients)
+                    backward_from(tensors, tensor_gradients)
         except Exception as error:
             raise self._error("backward", micro_batch, error) from error
         return {
@@ -401,7 +401,7 @@ class _Seed(torch.autograd.Function):
         return None, *gradients
 
 
-def _backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def backward_from(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Accumulates the gradients of all leaves from those of the tensors."""
     with torch.enable_grad():
         seed: Tensor = _Seed.apply([*gradients], *tensors)
