@@ -1,0 +1,69 @@
+"""Writes the table of throughput in docs/benchmarks.md from the committed results.
+
+python benchmarks/tables.py
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import geometric_mean
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- made by benchmarks/tables.py -->\n", "<!-- end -->\n"
+MODELS = {
+    "GPT": "gpt-m8",
+    "Llama": "llama-m8",
+    "T5": "t5-m8",
+    "ResNet": "resnet-m8",
+    "ViT": "vit-m8",
+}
+ROWS = {
+    "ceiling: independent copies": "two independent copies",
+    "async-1f1b, stash, as far ahead as by default": "`async-1f1b`",
+    "async-1f1b, stash": "`async-1f1b --ahead 1x`",
+    "async-1f1b, none": "`async-1f1b --ahead 1x --staleness none`",
+    "auto, 2 a rank": "`auto`, 2 stages per rank",
+    "interleaved, 2 a rank": "`interleaved`, 2 stages per rank",
+    "torch Interleaved1F1B": "torch's Interleaved1F1B",
+    "zb-v": "`zb-v`, 2 stages per rank",
+    "torch ZBVZeroBubble": "torch's ZBVZeroBubble",
+    "torch DualPipeV": "torch's DualPipeV",
+    "1f1b": "`1f1b`",
+    "torch 1F1B": "torch's 1F1B",
+    "gpipe": "`gpipe`",
+    "torch GPipe": "torch's GPipe",
+    "DDP": "torch's DDP",
+    "the same, k = 1": "two independent copies, a step every micro-batch",
+    "async-1f1b, stash, ahead 2x, k = 1": "`async-1f1b --ahead 2x`, a step every micro-batch",
+    "async-1f1b, stash, k = 1": "`async-1f1b`, a step every micro-batch",
+}
+
+
+def shares_of(case: str) -> Mapping[str, float]:
+    """The rate of each configuration of a case as a share of the independent copies'."""
+    table = json.loads((HERE / "results" / f"runtime_{case}.json").read_text())["table"]
+    return {entry["configuration"]: entry["of_ceiling"] for entry in table}
+
+
+def throughput() -> str:
+    """The table of all models, with geometric means."""
+    shares = {model: shares_of(case) for model, case in MODELS.items()}
+    lines = [f"| | {' | '.join(MODELS)} | mean |", f"|---|{'--:|' * (len(MODELS) + 1)}"]
+    for name, label in ROWS.items():
+        own = [of_model[name] for of_model in shares.values() if name in of_model]
+        if len(own) == len(MODELS):
+            numbers = [f"{share:.1%}" for share in (*own, geometric_mean(own))]
+            lines.append(f"| {label} | {' | '.join(numbers)} |")
+    return "\n".join(lines) + "\n"
+
+
+def written(page: str) -> str:
+    """The page with the table of the present results."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{throughput()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
