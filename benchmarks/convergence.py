@@ -20,6 +20,7 @@ import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -29,11 +30,13 @@ import torch
 from evidence import Case, rows_of, write
 from torch import Tensor
 from torch.optim import _muon
+from tuned_methods import TUNED
 
 import asyncpipe
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.experiments.compare import Arm, arms, key_of, make_runs, read_runs
 from asyncpipe.runtime.experiments.trial import read_method
+from asyncpipe.runtime.staleness import prediction
 
 RESULTS = Path(__file__).parent / "results"
 HALVES = {4: 8, 8: 8, 16: 16}
@@ -176,6 +179,7 @@ def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
                     yield case, arm
 
     near, wide, long = Case("text", 8, 1), Case("text", 8, 8), Case("text", 8, 8, 1200)
+    yield from _tuned(models)
     partial = ("stash+partial-gradient:muon",)
     yield from runs(wide, CORE[:1], shift=1)
     for shift in (1, 0):
@@ -209,6 +213,14 @@ def wanted(models: Path) -> Iterator[tuple[Case, Arm]]:
             yield from runs(case, (*SYNC, *NEAR), shift=shift, seed=seed)
         for case in (wide, digits[1]):
             yield from runs(case, WIDE, shift=shift, seed=seed)
+
+
+def _tuned(models: Path) -> Iterator[tuple[Case, Arm]]:
+    """The runs that look for what grows between 300 and 1,200 updates."""
+    for case, methods, lr, seeds in TUNED:
+        for method, seed in product(methods.split(), seeds):
+            for arm in arms_of(case, [method], models, lr=lr, seed=seed):
+                yield case, arm
 
 
 def by_case(found: Iterable[tuple[Case, Arm]], models: Path) -> dict[Case, list[tuple[Arm, str]]]:
@@ -259,7 +271,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    _muon._zeropower_via_newtonschulz = newton_schulz
+    for module in (_muon, prediction):
+        module._zeropower_via_newtonschulz = newton_schulz
     found = list(wanted(options.models))
     part, parts = map(int, options.part.split("/"))
     own = found[part - 1 :: parts]

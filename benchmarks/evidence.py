@@ -5,9 +5,12 @@ cases, so they are made once; their time is computed for each case. Times assume
 cost, as planners make them: the real times of so small a model would measure its overheads.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
+
+from scipy.stats import ttest_ind
 
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.experiments.compare import Arm
@@ -66,8 +69,29 @@ def write(found: Mapping[Case, tuple[list[MethodRow], Ends]], folder: Path) -> N
     parts = []
     for case, (table, ends) in found.items():
         (folder / case.file).write_text(draw(table, ends, title=str(case), loss="validation loss"))
-        parts.append(f"## {case}\n\n{method_table(table).to_markdown()}")
+        parts.append(f"## {case}\n\n{method_table(table).to_markdown()}{_intervals(table)}")
     (folder / "convergence.md").write_text("\n".join(parts))
+
+
+def _intervals(table: Sequence[MethodRow]) -> str:
+    """The gaps with their 95% confidence intervals (Welch), where both sides have several seeds."""
+    baselines = {row.optimizer: _losses(row) for row in table if row.gap == 0.0}
+    lines = []
+    for row in table:
+        base, own = baselines.get(row.optimizer, []), _losses(row)
+        if row.gap and min(len(base), len(own)) > 1:
+            interval = ttest_ind(own, base, equal_var=False).confidence_interval()
+            low, high = (100 * float(edge) / mean(base) for edge in interval)
+            name = f"{row.method} with {row.optimizer}"
+            seeds = f"{len(own)} and {len(base)} seeds"
+            lines.append(
+                f"- {name}: {row.share:+.1%}, from {low:+.1f}% to {high:+.1f}% ({seeds})\n"
+            )
+    return "".join(["\nGaps with 95% confidence intervals:\n\n", *lines]) if lines else ""
+
+
+def _losses(row: MethodRow) -> list[float]:
+    return [run.curve.last for run in row.runs]
 
 
 def _in_case(arm: Arm, case: Case) -> Settings:

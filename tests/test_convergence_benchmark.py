@@ -75,6 +75,15 @@ def test_every_method_of_the_benchmark_is_known_and_fits(
         make_job(arm.settings, tmp_path)
 
 
+def test_the_page_of_evidence_shows_lines_of_the_results() -> None:
+    results = (FOLDER / "results" / "convergence.md").read_text().splitlines()
+    page = (FOLDER.parent / "docs" / "asynchronous-evidence.md").read_text()
+    blocks = page.split("<!-- benchmarks/results/convergence.md -->\n```text\n")[1:]
+    shown = [line for block in blocks for line in block.partition("\n```\n")[0].splitlines()]
+    shown += [line for line in page.splitlines() if line.startswith("- ") and " seeds)" in line]
+    assert len(shown) > 40 and not set(shown) - set(results)
+
+
 def test_half_blocks_are_stages_after_the_embeddings(rig: ModuleType, models: Path) -> None:
     plan = read_plan(rig.folder_of("text", 8, models))
     halves = [

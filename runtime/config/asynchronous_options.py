@@ -74,7 +74,11 @@ def with_methods(config: RunConfig, plan: Plan) -> RunConfig:
     if config.staleness_cap is not None:
         delay = min(delay, config.staleness_cap)
     methods = recommended(
-        config.optimizer, delay, momentum=config.momentum, replicas=config.pipelines
+        config.optimizer,
+        delay,
+        micro_batches=config.micro_batches,
+        momentum=config.momentum,
+        replicas=config.pipelines,
     )
     return replace(config, staleness=methods)
 

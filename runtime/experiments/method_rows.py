@@ -2,7 +2,7 @@
 
 A row is a method with an optimizer. Its loss is the mean over seeds at the learning rate with the
 lowest mean; its gap is to the synchronous runs with the same optimizer at their own best learning
-rate.
+rate, and with the best of their options if several were tried.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def rows(runs: Iterable[ComparedRun], ends: Ends) -> list[MethodRow]:
     for run in runs:
         grouped.setdefault((run.optimizer, run.name), []).append(run)
     table = [_row(name, optimizer, own, ends) for (optimizer, name), own in grouped.items()]
-    baselines = {row.optimizer: row for row in table if row.method.split(",")[0] == "sync"}
+    synchronous = [row for row in table if row.method.split(",")[0] == "sync"]
+    baselines = {row.optimizer: row for row in sorted(synchronous, key=lambda row: -row.loss)}
     compared = [_compared(row, baselines.get(row.optimizer), ends) for row in table]
     return sorted(compared, key=lambda row: (row.optimizer, row.gap != 0.0, row.loss))
 

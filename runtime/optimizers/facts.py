@@ -55,7 +55,7 @@ class OptimizerFacts:
     predicted: bool = False
     """`staleness/prediction.py` has the formula of its steps without gradients."""
     recommended_to_predict: bool = False
-    """Prediction by its momentum lowered losses (docs/asynchronous-evidence.md)."""
+    """Prediction and `delay-rate` lowered losses (docs/asynchronous-evidence.md)."""
     known_step_sizes: bool = False
     """The size of its steps follows from its state (`staleness/step_sizes.py`)."""
     timed_as: str | None = None

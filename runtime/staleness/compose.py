@@ -5,15 +5,15 @@ part of training on stale weights, and every requirement must be met.
 
 `recommended` implements `--staleness auto`:
 
-    optimizer       no delay    one step                  up to 7 steps    more
-    muon            stash       stash+partial-gradient    stash+msnag      stash
-    with replicas   stash       stash+msnag               stash+msnag      stash
-    all others      stash       stash                     stash            stash
+    optimizer       no delay    late, k > 1                          late, k = 1
+    muon            stash       stash+partial-gradient+delay-rate    stash+delay-rate
+    with replicas   stash       stash+msnag+delay-rate               stash+delay-rate
+    all others      stash       stash                                stash
 
-The delay is that of the first stage, ceil(W/k): one step where a step has as many micro-batches as
-the pipeline has stages, so that a part of the next gradient is known when a forward begins.
-docs/asynchronous-evidence.md has the measurements behind this rule and their limits. The optimizer
-matters more than the method: muon loses least by delay, and least of all with k = p.
+k is the number of micro-batches of a step; with more than one, a part of the next gradient is known
+when a forward begins. docs/asynchronous-evidence.md has the measurements behind this rule and their
+limits. The optimizer matters more than the method: muon loses least by delay, and least of all with
+k = p and less momentum than its default.
 """
 
 from __future__ import annotations
@@ -357,19 +357,24 @@ def _in_words(run: Conditions) -> str:
 
 
 AUTO = "auto"
-FARTHEST = 7
-"""The longest delay at which prediction by momentum helped; at 15 steps it harmed."""
 
 
-def recommended(optimizer: str, delay: int, *, momentum: float = 0.95, replicas: int = 1) -> str:
-    """The recommended methods, joined by +. Without `momentum` no method predicts, and replicas
-    predict without the gradients of a step, of which each has some.
+def recommended(
+    optimizer: str,
+    delay: int,
+    *,
+    micro_batches: int,
+    momentum: float = 0.95,
+    replicas: int = 1,
+) -> str:
+    """The recommended methods, joined by +, for the longest delay in steps. Without `momentum` no
+    method predicts, and replicas predict without the gradients of a step, of which each has some.
 
-    >>> recommended("muon", delay=7), recommended("muon", delay=1), recommended("muon", delay=15)
-    ('stash+msnag', 'stash+partial-gradient', 'stash')
+    >>> recommended("muon", 1, micro_batches=8), recommended("muon", 7, micro_batches=1)
+    ('stash+partial-gradient+delay-rate', 'stash+delay-rate')
     """
-    if not facts_of(optimizer).recommended_to_predict or not delay or not momentum:
+    if not facts_of(optimizer).recommended_to_predict or not delay:
         return "stash"
-    if delay == 1 and replicas == 1:
-        return "stash+partial-gradient"
-    return "stash+msnag" if delay <= FARTHEST else "stash"
+    if micro_batches == 1 or not momentum:
+        return "stash+delay-rate"
+    return f"stash+{'partial-gradient' if replicas == 1 else 'msnag'}+delay-rate"

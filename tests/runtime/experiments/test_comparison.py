@@ -292,6 +292,18 @@ def test_synchronous_steps_take_those_of_1f1b_and_the_rest_begins_after_them(fol
     assert ends_of(micro_batch_size=2 * size)[0] > 1.9 * ends[0]
 
 
+def test_a_gap_is_to_the_best_of_the_synchronous_runs() -> None:
+    losses = {"sync": 2.0, "sync,momentum=0.9": 1.0, "sync,momentum=0.5": 3.0, "stash": 1.5}
+    runs = [
+        ComparedRun(name, name, "muon", 0.1, 1, 2, 1, 1, Curve((1,), (loss,), (loss,)))
+        for name, loss in losses.items()
+    ]
+    table = rows(runs, lambda run: (10,))
+    assert [(row.method, row.gap) for row in table] == [
+        *(("sync,momentum=0.9", 0.0), ("stash", 0.5), ("sync", 1.0), ("sync,momentum=0.5", 2.0))
+    ]
+
+
 def test_the_time_to_a_loss_lies_on_the_line_between_two_evaluations() -> None:
     run = ComparedRun("k", "stash", "sgd", 0.1, 1, 2, 1, 4, Curve((2, 4), (3.0, 2.0), (3.0, 2.0)))
     assert time_to([run], 2.5, lambda run: (10, 20, 30, 40)) == 30

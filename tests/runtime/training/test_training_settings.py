@@ -416,11 +416,11 @@ def test_staleness_belongs_to_asynchronous_schedules(text: Plan) -> None:
 @pytest.mark.parametrize(
     ("options", "methods"),
     [
-        ({"optimizer": "muon", "micro_batches": 1, "ahead": "2x"}, "stash+msnag"),
-        ({"optimizer": "muon", "micro_batches": 1, "ahead": "2x", "momentum": 0.0}, "stash"),
+        ({"optimizer": "muon", "micro_batches": 1, "ahead": "2x"}, "stash+delay-rate"),
+        ({"optimizer": "muon", "micro_batches": 2, "momentum": 0.0}, "stash+delay-rate"),
         ({"optimizer": "muon", "micro_batches": 1, "staleness_cap": 0}, "stash"),
-        ({"optimizer": "muon", "micro_batches": 2}, "stash+partial-gradient"),
-        ({"optimizer": "muon", "micro_batches": 2, "replicas": 2}, "stash+msnag"),
+        ({"optimizer": "muon", "micro_batches": 2}, "stash+partial-gradient+delay-rate"),
+        ({"optimizer": "muon", "micro_batches": 2, "replicas": 2}, "stash+msnag+delay-rate"),
         ({"optimizer": "adamw", "micro_batches": 1, "ahead": "2x"}, "stash"),
         ({"schedule": "2bw", "micro_batches": 2}, "2bw"),
         ({"schedule": "1f1b"}, None),
