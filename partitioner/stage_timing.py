@@ -154,7 +154,8 @@ def first_quartile(times: Sequence[WholeTimes]) -> WholeTimes:
     spreads = [
         (third - first) / (_QUARTILES_APART * middle) for first, middle, third in of_both if middle
     ]
-    return WholeTimes(*(first for first, _, _ in of_both), statistics.fmean(spreads or [0.0]))
+    (forward_ms, *_), (backward_ms, *_) = of_both
+    return WholeTimes(forward_ms, backward_ms, statistics.fmean(spreads or [0.0]))
 
 
 def rescaled(

@@ -128,8 +128,7 @@ def first_fit(plan: Plan, config: RunConfig) -> Schedule:
         config.micro_batches,
         ranks=ranks,
         rank_of_stage=_planned_placement(plan, ranks),
-        may_split=False,
-        **_model(plan, config, ranks),
+        **_model(plan, config, ranks, may_split=False),
     )
     return fitted.schedule
 
@@ -142,17 +141,18 @@ def measured_finalists(
     rank_of_stage: tuple[int, ...],
 ) -> list[Schedule]:
     """The schedules to try for measured costs and the spread of actions' times; see `finalists`."""
-    model = _model(plan, config, max(rank_of_stage) + 1)
+    model = _model(plan, config, max(rank_of_stage) + 1, may_split=True)
     return finalists(Tasks(costs, rank_of_stage, config.micro_batches, **model), spread)
 
 
-def _model(plan: Plan, config: RunConfig, ranks: int) -> Model:
+def _model(plan: Plan, config: RunConfig, ranks: int, *, may_split: bool) -> Model:
     """What a computed schedule has to know of the plan besides its costs."""
     return Model(
         edges=forward_edges(plan),
         grad_edges=gradient_edges(plan),
         shared_stages=waiting_stages(plan, config),
         limit=activation_limit(plan, ranks),
+        may_split=may_split,
     )
 
 

@@ -404,5 +404,5 @@ class _Seed(torch.autograd.Function):
 def backward_from(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Accumulates the gradients of all leaves from those of the tensors."""
     with torch.enable_grad():
-        seed: Tensor = _Seed.apply([*gradients], *tensors)
-    seed.backward()
+        seed: Tensor = _Seed.apply([*gradients], *tensors)  # type: ignore[no-untyped-call]
+    torch.autograd.backward(seed)
