@@ -50,7 +50,7 @@ QUICK := \
 	tests/test_docs.py --deselect tests/test_docs.py::test_every_command_shown_runs
 
 quick: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 3 --dist worksteal -q $(QUICK)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q $(QUICK)
 
 check: test lint types site
 
