@@ -19,6 +19,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -274,16 +275,19 @@ def steady_steps(config: RunConfig, schedule: Schedule, start: int = 0) -> range
     if not config.is_async or not config.trace or "-" in config.trace:
         return range(0)
     count, ahead = len(config.trace_steps), steps_ahead(schedule)
+    asynchronous = asynchronous_steps(config, config.steps)
+    start = max(start, asynchronous.start)
     # A segment begins at every multiple of these, so earlier segments can be skipped.
     often = config.eval_every or config.flush_every or config.save_every
     if often:
-        last = asynchronous_steps(config, config.steps).stop
-        start = max(start, (last // often - 2 - 2**14 // often) * often)
+        start = max(start, (asynchronous.stop // often - 2 - 2**14 // often) * often)
     best = range(0)
-    for segment in segments(config, start):
+    for segment in takewhile(
+        lambda each: each.steps.start in asynchronous, segments(config, start)
+    ):
         last = segment.steps.stop - ahead
         steady = range(max(segment.steps.start + 2, last + 1 - count), last + 1)
-        if not segment.synchronous and len(steady) >= len(best):
+        if len(steady) >= len(best):
             best = steady
     return best
 

@@ -136,6 +136,7 @@ def test_an_asynchronous_trace_shows_steady_steps_and_not_the_drain(folder: Path
         ({"schedule": "1f1b"}, 4, 1, range(0)),
         ({"sync_start": "97"}, 4, 1, range(0)),
         ({"sync_end": "20%"}, 4, 1, range(74, 77)),
+        ({"steps": 10**9, "sync_start": str(10**9 - 100)}, 2, 4, range(10**9 - 3, 10**9)),
         (
             {"steps": 10**9, "eval_every": 10, "sync_end": "10%"},
             *(2, 4),
