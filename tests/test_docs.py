@@ -171,7 +171,10 @@ def test_every_excerpt_of_a_file_stands_in_it() -> None:
     ]
     assert len(found) >= 5
     for document, file, excerpt in found:
-        assert excerpt in (ROOT / file).read_text(), f"{document.name} shows of {file}: {excerpt}"
+        text, lines = (ROOT / file).read_text(), excerpt.splitlines()
+        rows = all(line.startswith("|") for line in lines)  # A table may leave some out.
+        is_there = set(lines) <= set(text.splitlines()) if rows else excerpt in text
+        assert is_there, f"{document.name} shows of {file}: {excerpt}"
 
 
 def test_every_link_to_a_file_leads_somewhere() -> None:
