@@ -36,6 +36,13 @@ def test_every_name_that_a_benchmark_imports_exists() -> None:
     assert [name for name in sorted(names) if imported(*name) is None] == []
 
 
+def test_the_table_of_throughput_is_made_from_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    tables = importlib.import_module("tables")
+    page = (FOLDER.parent / "docs" / "benchmarks.md").read_text()
+    assert tables.written(page) == page and page.count("%") > 50
+
+
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(FOLDER)
