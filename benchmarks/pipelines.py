@@ -237,7 +237,7 @@ class Configuration:
         return costs, mean(shares)
 
     def _fastest(self, schedules: list[Schedule]) -> Schedule:
-        """The schedule with the shortest measured steps of those in turn."""
+        """The schedule with the shortest measured steps; they alternate."""
         trial = Trial.within(len(schedules), TRIED_STEPS)
         taken_ms = []
         for number in range(trial.steps):

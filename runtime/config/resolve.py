@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from math import log, prod
+from math import log
 from typing import Any
 
 from ..data.datasets import default_data
@@ -29,6 +29,7 @@ from .batch_layout import StepBatch, in_words, uses_symbol, with_replicas, with_
 from .freezing_options import resolve_freezing
 from .mixed_precision import check_precision, with_recompute
 from .run_ahead import with_ahead
+from .run_memory import relative_size
 from .settings import RunConfig, Settings, SettingsError, left_over
 from .tensor_options import check_tensor_ranks, with_tensor_ranks
 
@@ -103,8 +104,8 @@ def resolve(
         **resolve_freezing(settings, plan, data, asynchronous["staleness"]),
         **step,
     }
-    config = with_ahead(RunConfig(**(asdict(settings) | chosen)), plan)
-    config = with_methods(config, plan)
+    config = with_methods(RunConfig(**(asdict(settings) | chosen)), plan)
+    config = with_ahead(config, sized_plan(plan, config), plan)
     check_precision(config)
     check_methods(config, plan)
     check_tensor_ranks(config)
@@ -147,13 +148,6 @@ def sized_plan(plan: Plan, config: RunConfig) -> Plan:
     if config.seq is not None:
         sizes["sequence"] = config.seq
     return with_recompute(replace(plan, sizes=sizes), config.recompute)
-
-
-def relative_size(plan: Plan, planned: Plan) -> float:
-    """The size of a micro-batch of the plan, as a multiple of the planned one."""
-    return prod(
-        size / planned.sizes[name] for name, size in plan.sizes.items() if planned.sizes.get(name)
-    )
 
 
 def costs_at_sizes(plan: Plan, planned: Plan) -> Plan:

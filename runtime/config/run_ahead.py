@@ -9,19 +9,22 @@ from ..executor.mailbox import forward_edges, gradient_edges
 from ..plan.forecast import costs_of_plan
 from ..plan.plan import Plan
 from ..process import memory_bytes
+from ..schedule.asynchronous import async_1f1b
 from ..schedule.run_ahead import times_ahead
 from ..schedule.tasks import NO_LIMIT, ActivationLimit
 from .asynchronous_options import longest_segment
 from .batch_layout import stage_replicas
+from .run_memory import memory_in_run
 from .settings import RunConfig
 
 _OF_MACHINE = 0.1
 """The share of this machine's memory that more activations may take where ranks have no limit."""
 
 
-def with_ahead(config: RunConfig, plan: Plan) -> RunConfig:
+def with_ahead(config: RunConfig, plan: Plan, planned: Plan) -> RunConfig:
     """The options with the multiple of the usual forwards ahead that the plan's measured times ask
-    for; the usual number where it has none, or the options say something else."""
+    for; the usual number where it has none, or the options say something else. `planned` is the
+    folder's plan, and `plan` has the sizes and the recomputation of the run."""
     is_open = config.schedule == "async-1f1b" and config.ahead is None
     costs = costs_of_plan(plan)
     stages = len(plan.stages)
@@ -36,28 +39,32 @@ def with_ahead(config: RunConfig, plan: Plan) -> RunConfig:
         plan.setting.spread,
         edges=forward_edges(plan),
         grad_edges=gradient_edges(plan),
-        fits=lambda warmup: _fits(warmup, config, plan),
+        fits=lambda warmup: _fits(warmup, config, plan, planned),
     )
     return config if times == 1 else replace(config, ahead=f"{times}x")
 
 
-def _fits(warmup: Sequence[int], config: RunConfig, plan: Plan) -> bool:
-    """True if the activations of so many forwards ahead fit into the memory of the ranks; without
-    limits, if they take little more of this machine's memory."""
-    if warmup[0] > longest_segment(config) * config.micro_batches:
+def _fits(warmup: Sequence[int], config: RunConfig, plan: Plan, planned: Plan) -> bool:
+    """True if stages with so many forwards ahead fit into the memory of the ranks; without limits,
+    if they take little more of this machine's memory."""
+    every, usual = config.micro_batches, range(len(warmup) - 1, -1, -1)
+    if warmup[0] > longest_segment(config) * every:
         return False
-    limit = activation_limit(plan, len(plan.stages))
-    if limit.most:
-        held = zip(warmup, limit.weights, limit.most, strict=True)
-        return all((forwards + 1) * each <= most for forwards, each, most in held)
-    if config.device != "cpu":
-        return False
-    more = zip(warmup, plan.stages, strict=True)
-    added = sum(
-        (forwards + 1 - stage.in_flight) * stage.memory.activations / max(1, stage.in_flight)
-        for forwards, stage in more
+    count = -(-(warmup[0] + 1) // every) * every
+    needed, before = (
+        [
+            stage.memory.total
+            for stage in memory_in_run(
+                plan, planned, config, async_1f1b(len(warmup), count, every, ahead)
+            ).stages
+        ]
+        for ahead in (warmup, usual)
     )
-    return added * config.pipelines <= _OF_MACHINE * memory_bytes()
+    room = [rank.memory_bytes for rank in plan.setting.ranks][:: plan.tensor_parallel]
+    if len(room) == len(warmup) and None not in room:
+        return all(size <= (most or 0) for size, most in zip(needed, room, strict=True))
+    more = (sum(needed) - sum(before)) * config.pipelines
+    return config.device == "cpu" and more <= _OF_MACHINE * memory_bytes()
 
 
 def activation_limit(plan: Plan, ranks: int) -> ActivationLimit:

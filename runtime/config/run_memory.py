@@ -16,7 +16,6 @@ from ..optimizers.facts import OPTIMIZERS, OWN, PLANNED, OptimizerFacts
 from ..plan.plan import Plan, StageMemory, StageSpec
 from ..schedule.asynchronous import weight_copies
 from ..schedule.schedule import Schedule
-from .resolve import relative_size
 from .settings import RunConfig
 
 
@@ -84,3 +83,10 @@ def _optimizer_bytes(memory: StageMemory, planned: str, config: RunConfig) -> in
 def _counted(optimizer: str, momentum: float) -> OptimizerFacts:
     facts = OPTIMIZERS.get(optimizer, OWN)
     return PLANNED["momentum"] if facts.plain_sgd and momentum else facts
+
+
+def relative_size(plan: Plan, planned: Plan) -> float:
+    """The size of a micro-batch of the plan, as a multiple of the planned one."""
+    return prod(
+        size / planned.sizes[name] for name, size in plan.sizes.items() if planned.sizes.get(name)
+    )

@@ -2,7 +2,7 @@
 
 A computed schedule is the best for the costs that it is given; costs that a run has measured in a
 few steps are off by some percent, most of all those of a split backward. So the schedules that come
-close under noise (`noise.py`) run in turn for some steps, and the one with the shortest measured
+close under noise (`noise.py`) alternate for some steps, and the one with the shortest measured
 steps is kept: the computed one with and without split backwards, and the named ones of the same
 placement.
 """
@@ -53,7 +53,7 @@ def finalists(tasks: Tasks, spread: float) -> list[Schedule]:
 
 @dataclass(frozen=True)
 class Trial:
-    """Steps that try some schedules in turn.
+    """Steps in which some schedules alternate.
 
     Each runs for three steps in a row, of which the first does not count: it still waits for the
     schedule before it. The order turns round from round to round, so that a load that grows hits

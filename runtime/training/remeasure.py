@@ -4,7 +4,7 @@ The costs of a plan were measured before the run, one stage at a time. A run can
 all ranks at work. So the first schedule, computed from the plan's costs, runs for a few steps with
 whole backwards, and for a few more with split backwards, W right after B, which measures the time
 of W, the cost of splitting, and by how much actions vary. Then rank 0 computes the schedule again
-and broadcasts the text of the few that are worth trying (`finalists`). These run in turn, as a
+and broadcasts the text of the few that are worth trying (`finalists`). These alternate, as a
 pipeline drains after every synchronous step, and the run keeps the one whose measured steps are the
 shortest.
 
@@ -173,12 +173,9 @@ class Remeasuring:
 
 def _described(schedule: Schedule) -> str:
     """The schedule's name, and whether a computed one splits backwards."""
-    is_computed = schedule.name == AUTO
-    return (
-        f"{AUTO} with {'split' if schedule.split else 'whole'} backwards"
-        if is_computed
-        else (schedule.name)
-    )
+    if schedule.name != AUTO:
+        return schedule.name
+    return f"{AUTO} with {'split' if schedule.split else 'whole'} backwards"
 
 
 def _is_like(schedule: Schedule, other: Schedule) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pytest import approx
 
+from asyncpipe.runtime.config.resolve import sized_plan
 from asyncpipe.runtime.config.run_ahead import with_ahead
 from asyncpipe.runtime.plan.plan import Plan, StageMemory, TensorSpec
 from asyncpipe.runtime.plan.setting import PlanSetting, RankSpec
@@ -89,8 +90,10 @@ def a_plan(*, limit: int | None = None, activations: int = 0, **setting: Any) ->
 
 
 def ahead_of(plan: Plan, **options: Any) -> str | None:
-    given = {"micro_batches": 8, "schedule": "async-1f1b", "staleness": "stash"}
-    return with_ahead(run_config(**(given | options)), plan).ahead
+    given = {"micro_batches": 8, "micro_batch_size": 2, "schedule": "async-1f1b"}
+    given |= {"staleness": "none"}
+    config = run_config(**(given | options))
+    return with_ahead(config, sized_plan(plan, config), plan).ahead
 
 
 def test_a_run_goes_ahead_as_the_measured_times_of_its_plan_ask() -> None:
@@ -111,5 +114,8 @@ def test_more_forwards_ahead_have_to_fit_into_memory() -> None:
     """Stage 0 holds two micro-batches of 50 bytes in the plan, three at 2x."""
     assert ahead_of(a_plan(limit=150, activations=100)) == "2x"
     assert ahead_of(a_plan(limit=149, activations=100)) is None
+    # Micro-batches twice as large as planned hold twice as much.
+    assert ahead_of(a_plan(limit=299, activations=100), micro_batch_size=4) is None
+    assert ahead_of(a_plan(limit=300, activations=100), micro_batch_size=4) == "2x"
     assert ahead_of(a_plan(activations=100), device="cuda") is None
     assert ahead_of(a_plan(activations=2 * memory_bytes()), device="cpu") is None
