@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncpipe.runtime.distributed.rendezvous import free_port
 from asyncpipe.tests.support.models.hand_folders import write_mlp, write_text
 from asyncpipe.tests.support.processes.in_process import command, error_of
 from asyncpipe.tests.support.processes.quick_python import bin_folder
@@ -224,9 +225,7 @@ def test_a_model_with_code_of_its_own_is_not_run(folder: Path) -> None:
 
 def test_hosts_with_other_versions_are_told_when_they_meet(folder: Path) -> None:
     """Two ranks, the second of which has another asyncpipe: on either the odd one is named."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     program = folder / "newer.py"
     program.write_text(
         "import sys\n"

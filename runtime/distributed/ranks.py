@@ -36,6 +36,7 @@ class RankInfo:
     shares_store: True if torch's elastic agent serves the store of the rendezvous.
     attempt, restarts: the number of this attempt, and how often the agent restarts the ranks.
     file: the file in which the ranks meet, instead of at rank 0's address; "" for none.
+    run: what torch's agent calls this run, so that no rank of another one enters it; "" if unknown.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class RankInfo:
     attempt: int = 0
     restarts: int = 0
     file: str = ""
+    run: str = ""
 
     @property
     def all_local(self) -> bool:
@@ -287,6 +289,7 @@ def _of_agent(environment: Mapping[str, str]) -> dict[str, Any]:
         "shares_store": environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         "attempt": _number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
         "restarts": _number(environment, "TORCHELASTIC_MAX_RESTARTS", 0),
+        "run": environment.get("TORCHELASTIC_RUN_ID", ""),
     }
 
 

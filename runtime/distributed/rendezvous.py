@@ -10,6 +10,7 @@ any data; given a socket that is already bound, it stays on that socket.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -50,7 +51,8 @@ _SILENT_S = 3.0
 
 def open_store(info: RankInfo, seconds: float) -> Store:
     """The store in the file where the ranks meet, or else at rank 0's address, which torch's agent
-    or rank 0 itself serves.
+    or rank 0 itself serves. In it the ranks of this run have a part of their own: a port that was
+    free a moment ago may be the one to which another run's ranks are sent.
 
     Raises torch's own errors when it cannot be opened or reached, and TransportError for a file
     that no ranks have met in.
@@ -59,7 +61,7 @@ def open_store(info: RankInfo, seconds: float) -> Store:
         return _file_store(info, seconds)
     if info.rank != 0:
         _await_head(info, seconds)
-    return TCPStore(
+    store = TCPStore(
         info.head,
         info.port,
         info.ranks,
@@ -68,6 +70,7 @@ def open_store(info: RankInfo, seconds: float) -> Store:
         wait_for_workers=False,
         multi_tenant=not info.shares_store,
     )
+    return PrefixStore(info.run, store) if info.run else store
 
 
 def _await_head(info: RankInfo, seconds: float) -> None:
@@ -285,15 +288,17 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 _ADDRESS = "127.0.0.1"
+_UNASSIGNED = range(10_000, 20_000)
 
 
 class Loopback(RendezvousHandler):
-    """The rendezvous of a single agent: each round has a new store on a new port."""
+    """The rendezvous of a single agent, under a random name: each round has a new store on a new
+    port."""
 
     use_agent_store = True
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    def __init__(self) -> None:
+        self._run_id = secrets.token_hex(8)
         self._server: TCPStore | None = None
 
     def get_backend(self) -> str:
@@ -338,3 +343,20 @@ def listen() -> TCPStore:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+
+
+def free_port(address: str = _ADDRESS) -> int:
+    """A free port below those that operating systems assign, which another program could have by
+    the time that rank 0 opens this one.
+
+    Raises TransportError when it finds none.
+    """
+    for _ in range(1000):
+        port = secrets.choice(_UNASSIGNED)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((address, port))
+            return port
+    raise TransportError(
+        f"none of 1000 ports between {_UNASSIGNED[0]} and {_UNASSIGNED[-1]} is free.",
+        "Give one with --master-port.",
+    )

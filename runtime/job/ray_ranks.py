@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..config.settings import Settings
+from ..distributed.rendezvous import free_port
 from ..extras import install
 from ..process import die_with_parent
 from .job_file import JobDescription, JobError
@@ -51,12 +51,9 @@ class RankActor:
     def seat(self) -> Seat:
         import ray
 
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
         gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
         node = ray.get_runtime_context().get_node_id()
-        return Seat(node, ray.util.get_node_ip_address(), port, gpus)
+        return Seat(node, ray.util.get_node_ip_address(), free_port(""), gpus)
 
     def run(self, words: Sequence[str], folder: str, environment: Mapping[str, str]) -> int:
         """Runs the command of the rank to its end; returns its exit code."""

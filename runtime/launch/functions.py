@@ -58,7 +58,7 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[An
     with tempfile.TemporaryDirectory(prefix="asyncpipe-") as folder:
         left = RankFolder(Path(folder))
         left.path.mkdir()
-        meeting = Loopback("ranks")
+        meeting = Loopback()
         spec = WorkerSpec(
             role="ranks",
             local_world_size=ranks,

@@ -82,7 +82,7 @@ class RankAgent(LocalElasticAgent):
         unfinished: Callable[[], Mapping[int, int]],
     ) -> None:
         redirects = {rank: Std.ERR if rank == 0 else Std.ALL for rank in range(ranks)}
-        self._meeting = Loopback("ranks")
+        self._meeting = Loopback()
         spec = WorkerSpec(
             role="ranks",
             local_world_size=ranks,

@@ -16,7 +16,13 @@ import torch.distributed as dist
 from asyncpipe.runtime.config.settings import SettingsError
 from asyncpipe.runtime.distributed import rendezvous
 from asyncpipe.runtime.distributed.ranks import RankInfo
-from asyncpipe.runtime.distributed.rendezvous import found_hosts, open_store, wait_for_all
+from asyncpipe.runtime.distributed.rendezvous import (
+    found_hosts,
+    free_port,
+    listen,
+    open_store,
+    wait_for_all,
+)
 from asyncpipe.runtime.errors import TransportError
 
 RANKS = 4
@@ -75,9 +81,7 @@ def test_every_attempt_has_a_part_of_the_store_of_its_own() -> None:
 
 
 def test_ranks_find_each_other_at_the_address_of_the_first() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def meet(rank: int) -> dist.Store:
         return wait_for_all(open_store(rank_info(rank, port), 20.0), rank_info(rank, port), 20.0)
@@ -86,6 +90,24 @@ def test_ranks_find_each_other_at_the_address_of_the_first() -> None:
         stores = list(threads.map(meet, range(RANKS)))
     stores[0].set("who", "rank 0")
     assert [bytes(store.get("who")) for store in stores] == [b"rank 0"] * RANKS
+
+
+def test_a_rank_of_another_run_at_the_same_port_is_left_out() -> None:
+    server = listen()
+
+    def meet(rank: int, run: str) -> dist.Store:
+        info = replace(rank_info(rank, server.port), run=run, shares_store=True)
+        return wait_for_all(open_store(info, 20.0), info, 20.0)
+
+    runs = [name for name in ("first", "second") for _ in range(RANKS)]
+    with ThreadPoolExecutor(len(runs)) as threads:
+        stores = list(threads.map(meet, [*range(RANKS)] * 2, runs))
+    for run, store in zip(runs, stores, strict=True):
+        store.set("run", run)
+    assert [store.get("run").decode() for store in stores] == runs
+    stranger = replace(rank_info(1, server.port), shares_store=True)
+    with pytest.raises(TransportError, match="waiting for rank 0"):
+        wait_for_all(open_store(stranger, 0.3), stranger, 0.3)
 
 
 def test_ranks_meet_in_a_file_that_an_earlier_run_has_left(

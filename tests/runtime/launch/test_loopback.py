@@ -58,7 +58,7 @@ def test_a_store_of_torch_does_not() -> None:
 
 
 def test_every_round_has_a_store_of_its_own() -> None:
-    handler = Loopback("ranks")
+    handler = Loopback()
     first, second = handler.next_rendezvous(), handler.next_rendezvous()
     assert (first.rank, first.world_size, handler.num_nodes_waiting()) == (0, 1, 0)
     ports = {each.bootstrap_store_info.master_port for each in (first, second)}
