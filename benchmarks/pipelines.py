@@ -23,7 +23,7 @@ from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.schedule.asynchronous import ASYNCHRONOUS
 from asyncpipe.runtime.schedule.builders import AUTO, make_schedule
 from asyncpipe.runtime.schedule.dependencies import lower
-from asyncpipe.runtime.schedule.finalists import Trial, finalists
+from asyncpipe.runtime.schedule.finalists import Trial, finalists, medians_of
 from asyncpipe.runtime.schedule.run_ahead import times_ahead
 from asyncpipe.runtime.schedule.schedule import Schedule
 from asyncpipe.runtime.schedule.simulate import ActionCosts
@@ -155,6 +155,7 @@ class Configuration:
             **({"costs": costs_of_plan(self._plan)} if ours.schedule == AUTO else {}),
             **({"ahead": ahead} if ahead else {}),
         )
+        self.rank_of_stage = made.rank_of_stage
         own = [stage for stage, at in enumerate(made.rank_of_stage) if at == rank]
         modules = {stage: load_stage(folder, self._plan, stage).train() for stage in own}
         for module in modules.values() if ours.compiled else ():
@@ -174,7 +175,7 @@ class Configuration:
                 if (parameters := list(module.parameters()))
             }
         )
-        self._schedule = self._lowered(made)
+        self.schedule = self.lowered(made)
         if ours.schedule == AUTO:
             costs, spread = self._measured(made)
             tasks = Tasks(
@@ -185,26 +186,26 @@ class Configuration:
                 grad_edges=gradient_edges(self._plan),
                 shared_stages=[[j for j, _ in each.holders] for each in self._plan.shared],
             )
-            self._schedule = self._fastest(
-                [self._lowered(each) for each in finalists(tasks, spread)]
+            self.schedule = self._fastest(
+                [self.lowered(each) for each in finalists(tasks, spread)]
             )
 
     def step(self) -> tuple[float, int] | None:
         """One batch; of an asynchronous pipeline the seconds between its first step and its last,
         and the micro-batches that were done in them, without what fills the pipeline."""
         self._observer.seconds.clear()
-        self._run(self._schedule)
+        self.run(self.schedule)
         seconds = self._observer.seconds
-        done = (len(seconds) - 1) * self._schedule.step_every
+        done = (len(seconds) - 1) * self.schedule.step_every
         return (seconds[-1] - seconds[0], done) if self._is_async else None
 
-    def _run(self, schedule: Schedule, *, record: bool = False) -> Any:
+    def run(self, schedule: Schedule, *, record: bool = False) -> Any:
         count = len(self._batch)
         return self._pipe.run(
             schedule, lambda i: self._batch[i % count], observer=self._observer, record=record
         )
 
-    def _lowered(self, made: Schedule) -> Schedule:
+    def lowered(self, made: Schedule) -> Schedule:
         return lower(made, forward_edges(self._plan), grad_edges=gradient_edges(self._plan))
 
     def _measured(self, made: Schedule) -> tuple[ActionCosts, float]:
@@ -214,10 +215,10 @@ class Configuration:
         taken: dict[tuple[int, str, int], list[float]] = defaultdict(list)
         orders = with_whole_backwards(made), with_split_backwards(made)
         for is_split, schedule in enumerate(orders):
-            lowered = self._lowered(schedule)
-            self._run(lowered)
+            lowered = self.lowered(schedule)
+            self.run(lowered)
             for _ in range(MEASURED_STEPS):
-                for action, start_s, end_s in self._run(lowered, record=True).events:
+                for action, start_s, end_s in self.run(lowered, record=True).events:
                     taken[is_split, action.kind, action.stage].append(1e3 * (end_s - start_s))
         own = {key: (median(values), pstdev(values)) for key, values in taken.items()}
         of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -238,18 +239,17 @@ class Configuration:
 
     def _fastest(self, schedules: list[Schedule]) -> Schedule:
         """The schedule with the shortest measured steps; they alternate."""
-        trial = Trial.within(len(schedules), TRIED_STEPS)
-        taken_ms = []
-        for number in range(trial.steps):
-            start_s = time.perf_counter()
-            self._run(schedules[trial.tried_in(number)])
-            taken_ms.append(1e3 * (time.perf_counter() - start_s))
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, taken_ms)
-        if not trial.steps:
-            return schedules[0]
-        medians_ms = trial.medians_ms([mean(taken) for taken in zip(*of_ranks, strict=True)])
-        return schedules[trial.best(medians_ms)]
+        trials, taken_ms = [Trial.first(len(schedules), TRIED_STEPS)], []
+        while len(trials[-1].entrants) > 1:
+            for number in range(trials[-1].begin, trials[-1].end):
+                start_s = time.perf_counter()
+                self.run(schedules[trials[-1].tried_in(number)])
+                taken_ms.append(1e3 * (time.perf_counter() - start_s))
+            of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, taken_ms)
+            step_ms = [mean(taken) for taken in zip(*of_ranks, strict=True)]
+            trials.append(trials[-1].next(medians_of(trials, step_ms)))
+        return schedules[trials[-1].entrants[0]]
 
 
 def costs_of_plan(plan: Plan) -> ActionCosts:

@@ -2,15 +2,16 @@
 
 A computed schedule is the best for the costs that it is given; costs that a run has measured in a
 few steps are off by some percent, most of all those of a split backward. So the schedules that come
-close under noise (`noise.py`) alternate for some steps, and the one with the shortest measured
-steps is kept: the computed one with and without split backwards, and the named ones of the same
+close under noise (`noise.py`) alternate for some steps, the two fastest of them for more, and the
+one with the shortest measured steps is kept: the computed one with and without split backwards, and the named ones of the same
 placement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 from .builders import computed, named_for
@@ -21,7 +22,8 @@ from .tasks import Tasks
 _MOST = 4
 _NEAR = 1.1
 _TIED = 1.003
-_ROUNDS, _BLOCK = 3, 3
+_BLOCK = 3
+_ROUNDS, _LAST_ROUNDS = 3, 9
 
 
 def finalists(tasks: Tasks, spread: float) -> list[Schedule]:
@@ -53,41 +55,71 @@ def finalists(tasks: Tasks, spread: float) -> list[Schedule]:
 
 @dataclass(frozen=True)
 class Trial:
-    """Steps in which some schedules alternate.
+    """Steps in which some schedules alternate: at first all of them, then the two fastest.
 
     Each runs for three steps in a row, of which the first does not count: it still waits for the
     schedule before it. The order turns round from round to round, so that a load that grows hits
     all alike.
+
+    entrants: the schedules, by number; a single one is kept for the rest of the run.
+    rounds: how often each of them runs.
+    begin: the steps of the trial before this one.
+    most: the steps that all trials may take.
     """
 
-    count: int
-    rounds: int
+    entrants: tuple[int, ...] = (0,)
+    rounds: int = 0
+    begin: int = 0
+    most: int = 0
 
     @classmethod
-    def within(cls, count: int, steps: int) -> Trial:
-        """The trial of so many schedules in a run of so many more steps, of which it takes a third
-        at most; without rounds if that is too few."""
-        return cls(count, min(_ROUNDS, steps // (3 * _BLOCK * count)) if count > 1 else 0)
+    def first(cls, count: int, steps: int) -> Trial:
+        """The trial of so many schedules in a run of so many more steps, of which trials take a
+        third at most; only the first schedule if that is too few."""
+        trial = cls(tuple(range(count)), most=steps // 3)
+        rounds = min(_ROUNDS, trial._possible) if count > 1 else 0
+        return replace(trial, rounds=rounds) if rounds else cls()
+
+    def next(self, medians_ms: Mapping[int, float]) -> Trial:
+        """The trial of its two fastest, or the fastest alone, by the median step of each: as fast
+        as another to 0.3% counts one that was expected to be faster."""
+        ranked = sorted(self.entrants, key=lambda number: (medians_ms[number], number))
+        trial = replace(self, entrants=tuple(sorted(ranked[:2])), begin=self.end)
+        if not self.begin and (rounds := min(_LAST_ROUNDS, trial._possible)):
+            return replace(trial, rounds=rounds)
+        limit = _TIED * medians_ms[ranked[0]]
+        best = min(number for number in self.entrants if medians_ms[number] <= limit)
+        return replace(trial, entrants=(best,), rounds=0)
 
     @property
-    def steps(self) -> int:
-        return self.count * self.rounds * _BLOCK
+    def _possible(self) -> int:
+        """The rounds for which steps are left."""
+        return (self.most - self.begin) // (_BLOCK * len(self.entrants))
+
+    @property
+    def end(self) -> int:
+        """The steps until its end."""
+        return self.begin + len(self.entrants) * self.rounds * _BLOCK
 
     def tried_in(self, step: int) -> int:
-        """The schedule that the step (from 0) runs."""
-        turn, place = divmod(step // _BLOCK, self.count)
-        return place if turn % 2 == 0 else self.count - 1 - place
+        """The schedule that the step runs; steps count from 0, at the beginning of the first
+        trial."""
+        turn, place = divmod((step - self.begin) // _BLOCK, len(self.entrants))
+        return self.entrants[place if turn % 2 == 0 else -1 - place]
 
-    def medians_ms(self, step_ms: Sequence[float]) -> list[float]:
-        """The median step of each schedule."""
-        counted = [step for step in range(self.steps) if step % _BLOCK]
-        return [
-            median(step_ms[step] for step in counted if self.tried_in(step) == schedule)
-            for schedule in range(self.count)
-        ]
+    def times_ms(self, step_ms: Sequence[float]) -> dict[int, list[float]]:
+        """The steps of each schedule that count, of all steps since the first trial began."""
+        times: dict[int, list[float]] = {number: [] for number in self.entrants}
+        for step in range(self.begin, self.end):
+            if (step - self.begin) % _BLOCK:
+                times[self.tried_in(step)].append(step_ms[step])
+        return times
 
-    def best(self, medians_ms: Sequence[float]) -> int:
-        """The schedule to keep: the one with the shortest steps, or one expected to be shorter that
-        is as short to 0.3%."""
-        limit = _TIED * min(medians_ms)
-        return next(number for number, ms in enumerate(medians_ms) if ms <= limit)
+
+def medians_of(trials: Iterable[Trial], step_ms: Sequence[float]) -> dict[int, float]:
+    """The median step of each schedule over these trials."""
+    times: dict[int, list[float]] = defaultdict(list)
+    for trial in trials:
+        for number, own in trial.times_ms(step_ms).items():
+            times[number] += own
+    return {number: median(own) for number, own in sorted(times.items())}

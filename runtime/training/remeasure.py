@@ -5,20 +5,21 @@ all ranks at work. So the first schedule, computed from the plan's costs, runs f
 whole backwards, and for a few more with split backwards, W right after B, which measures the time
 of W, the cost of splitting, and by how much actions vary. Then rank 0 computes the schedule again
 and broadcasts the text of the few that are worth trying (`finalists`). These alternate, as a
-pipeline drains after every synchronous step, and the run keeps the one whose measured steps are the
-shortest.
+pipeline drains after every synchronous step, then the two fastest do, and the run keeps the one
+whose measured steps are the shortest.
 
     step  1         ignored: caches and memory are cold
     steps 2 to 5    measure whole backwards
     steps 6 and 7   measure split backwards
-    from step 8     each finalist for 3 steps in a row, up to 3 times; a third of the run at most
+    from step 8     each finalist for 3 steps in a row, up to 3 times
+    then            the two fastest for 3 steps in a row, up to 9 times; a third of the run at most
     then            the finalist with the shortest steps
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import sqrt
 from statistics import mean, median
 
@@ -31,7 +32,7 @@ from ..formatting import write_ms
 from ..monitoring.gather import RankFigures
 from ..plan.plan import Plan
 from ..schedule.builders import AUTO
-from ..schedule.finalists import Trial
+from ..schedule.finalists import Trial, medians_of
 from ..schedule.schedule import Action, Schedule, one_step
 from ..schedule.simulate import ActionCosts, simulate
 from ..schedule.text import from_text, to_text
@@ -78,7 +79,7 @@ class Remeasuring:
         self._figures, self._optimizer_ms, self._tell = figures, optimizer_ms, tell
         self._first = self.current = first
         self._finalists: list[Schedule] = []
-        self._trial = Trial(0, 0)
+        self._trials = [Trial()]
         self._is_wanted = config.schedule == AUTO and config.steps >= _ENOUGH
         if resumed is not None:
             self._is_wanted = False
@@ -99,7 +100,8 @@ class Remeasuring:
         for measurements; "" if it follows from the settings."""
         if self._config.schedule != AUTO:
             return ""
-        if not self._is_wanted or step > _LAST + self._trial.steps:
+        is_decided = bool(self._finalists) and len(self._trials[-1].entrants) == 1
+        if not self._is_wanted or is_decided:
             return to_text(self.current.compute)
         return to_text((self._finalists or [self._first])[0].compute)
 
@@ -115,12 +117,11 @@ class Remeasuring:
             texts = json.loads(self._agreed(lambda: json.dumps([*map(to_text, self._computed())])))
             schedules = (from_text(text, (), grad_edges=()) for text in texts)
             self._finalists = [lowered(self._plan, each, check=True) for each in schedules]
-            self._trial = Trial.within(len(texts), self._config.steps - _LAST)
-            self.current = self._finalists[0]
-        if 0 <= since < self._trial.steps:
-            self.current = self._finalists[self._trial.tried_in(since)]
-        elif since == self._trial.steps > 0:
-            self.current = self._finalists[int(self._agreed(lambda: str(self._best())))]
+            self._trials = [Trial.first(len(texts), self._config.steps - _LAST)]
+        elif since == self._trials[-1].end > 0:
+            self._go_on(dict(json.loads(self._agreed(lambda: json.dumps([*self._medians_ms()])))))
+        if since >= 0:
+            self.current = self._finalists[self._trials[-1].tried_in(since)]
         return self.current
 
     def _agreed(self, decided: Callable[[], str]) -> str:
@@ -150,25 +151,30 @@ class Remeasuring:
         )
         return made
 
-    def _best(self) -> int:
-        """The finalist to keep by its measured steps."""
-        begin, end = _LAST + 1, _LAST + self._trial.steps
+    def _medians_ms(self) -> Iterable[tuple[int, float]]:
+        """The finalists and their median steps so far."""
         taken_ms = {
             int(ranks[0].step): 1e3 * mean(rank.wall_s for rank in ranks)
-            for ranks in self._figures(end)
+            for ranks in self._figures(_LAST + self._trials[-1].end)
         }
-        medians_ms = self._trial.medians_ms([taken_ms[step] for step in range(begin, end + 1)])
-        best = self._trial.best(medians_ms)
-        tried = ", ".join(
-            f"{_described(schedule)} {write_ms(ms)}"
-            for schedule, ms in zip(self._finalists, medians_ms, strict=True)
-        )
-        kept = self._finalists[best]
-        self._tell(
-            f"tried in steps {begin} to {end}: {tried} per step; continues with {_described(kept)}",
-            kept.compute,
-        )
-        return best
+        step_ms = [taken_ms[_LAST + 1 + number] for number in range(self._trials[-1].end)]
+        return medians_of(self._trials, step_ms).items()
+
+    def _go_on(self, medians_ms: Mapping[int, float]) -> None:
+        """Continues with the next trial, or the finalist that is kept."""
+        self._trials.append(self._trials[-1].next(medians_ms))
+        trial = self._trials[-1]
+        if len(trial.entrants) == 1 and self._world.rank == 0:
+            kept = self._finalists[trial.entrants[0]]
+            tried = ", ".join(
+                f"{_described(self._finalists[number])} {write_ms(ms)}"
+                for number, ms in medians_ms.items()
+            )
+            self._tell(
+                f"tried in steps {_LAST + 1} to {_LAST + trial.begin}: {tried} per step; "
+                f"continues with {_described(kept)}",
+                kept.compute,
+            )
 
 
 def _described(schedule: Schedule) -> str:

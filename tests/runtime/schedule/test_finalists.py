@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pytest import approx
 
 from asyncpipe.runtime.schedule.builders import computed, make_schedule, named_for
-from asyncpipe.runtime.schedule.finalists import Trial, finalists
+from asyncpipe.runtime.schedule.finalists import Trial, finalists, medians_of
 from asyncpipe.runtime.schedule.noise import Noise
 from asyncpipe.runtime.schedule.schedule import Schedule
 from asyncpipe.runtime.schedule.simulate import ActionCosts
@@ -112,23 +112,41 @@ def test_noise_chooses_slack_among_orders_that_are_as_short() -> None:
     )
 
 
-def test_a_trial_runs_each_schedule_in_blocks_and_keeps_the_fastest() -> None:
-    trial = Trial.within(3, 100)
-    turns = [trial.tried_in(step) for step in range(trial.steps)]
+def test_a_trial_runs_each_schedule_in_blocks() -> None:
+    trial = Trial.first(3, 100)
+    turns = [trial.tried_in(step) for step in range(trial.end)]
     assert turns == [0] * 3 + [1] * 3 + [2] * 6 + [1] * 3 + [0] * 6 + [1] * 3 + [2] * 3
     # The first step of a block does not count, and a single slow one changes little.
     step_ms = [{0: 10.0, 1: 9.0, 2: 11.0}[turn] for turn in turns]
     step_ms[4] = 50.0
-    for step in range(0, trial.steps, 3):
+    for step in range(0, trial.end, 3):
         step_ms[step], step_ms[step + 2] = 99.0, step_ms[step + 2] - 1
-    assert trial.medians_ms(step_ms) == [9.5, 8.5, 10.5]
-    assert trial.best([10.0, 9.0, 11.0]) == 1
-    assert trial.best([10.0, 9.99, 11.0]) == 0  # a tie: the one expected to be shorter
+    assert medians_of([trial], step_ms) == {0: 9.5, 1: 8.5, 2: 10.5}
+
+
+def test_the_two_fastest_are_tried_again_and_the_fastest_is_kept() -> None:
+    trial = Trial.first(4, 900)
+    last = trial.next({0: 12.0, 1: 10.0, 2: 11.0, 3: 9.0})
+    assert last.entrants == (1, 3) and (last.begin, last.end) == (36, 36 + 2 * 9 * 3)
+    turns = [last.tried_in(step) for step in range(last.begin, last.end)]
+    assert turns[:12] == [1] * 3 + [3] * 6 + [1] * 3
+    # Six of 24 steps that count were slower in the first trial.
+    step_ms = [11.0] * 36 + [{1: 9.0, 3: 10.0}[turn] for turn in turns]
+    assert medians_of([trial, last], step_ms) == {0: 11.0, 1: 9.0, 2: 11.0, 3: 10.0}
+    assert last.next({1: 9.0, 3: 10.0}).entrants == (1,)
+    assert last.next({1: 10.0, 3: 9.99}).entrants == (1,)  # a tie: the one expected to be shorter
+    assert last.next({1: 10.0, 3: 9.0}).tried_in(500) == 3
 
 
 @pytest.mark.parametrize(
-    ("count", "steps", "rounds"), [(1, 900, 0), (2, 17, 0), (2, 36, 2), (4, 900, 3)]
+    ("count", "steps", "rounds"),
+    [(1, 900, ()), (2, 17, ()), (2, 36, (2,)), (2, 90, (3, 2)), (4, 270, (3, 9)), (4, 900, (3, 9))],
 )
-def test_a_trial_takes_at_most_a_third_of_the_run(count: int, steps: int, rounds: int) -> None:
-    trial = Trial.within(count, steps)
-    assert trial.rounds == rounds and trial.steps <= steps / 3
+def test_trials_take_at_most_a_third_of_the_run(
+    count: int, steps: int, rounds: tuple[int, ...]
+) -> None:
+    trials = [Trial.first(count, steps)]
+    while len(trials[-1].entrants) > 1:
+        trials.append(trials[-1].next(dict.fromkeys(range(count), 1.0)))
+    assert tuple(trial.rounds for trial in trials[:-1]) == rounds
+    assert trials[-1].entrants == (0,) and trials[-1].end <= steps / 3
