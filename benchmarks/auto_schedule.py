@@ -2,11 +2,10 @@
 
 A configuration may be a tenth faster or slower for the lifetime of its processes, depending on its
 place in memory; so `runtime.py` needs many groups of processes to tell schedules apart that differ
-by a few percent. Here all schedules with so many stages a rank run on one plan, whose cuts are those of
-`auto`, and those that place the stages alike share one set of weights: they differ in nothing but
-their order.
-`auto` measures its costs and tries its finalists there first, as in a run. The schedules then
-alternate in shuffled rounds.
+by a few percent. Here all schedules with so many stages a rank run on one plan, whose cuts are
+those of `auto`, and those that place the stages alike share one set of weights: they differ in
+nothing but their order. `auto` measures its costs and tries its finalists there first, as in a run.
+The schedules then alternate in shuffled rounds.
 
     python benchmarks/auto_schedule.py                              results/auto_schedule.json
     python benchmarks/auto_schedule.py --models gpt vit --ranks 2 --rounds 5
@@ -26,9 +25,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.distributed as dist
+from cases import QUIET, Case, Turn, batch_of, measure, plans_of, together
 from machine import RESULTS, write_result
 from pipelines import OURS, Configuration, Planned
-from runtime import QUIET, Case, Turn, batch_of, measure, plans_of, together
 
 from asyncpipe.runtime.process import keep_freed_memory
 from asyncpipe.runtime.schedule.builders import named_for

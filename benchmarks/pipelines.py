@@ -186,9 +186,7 @@ class Configuration:
                 grad_edges=gradient_edges(self._plan),
                 shared_stages=[[j for j, _ in each.holders] for each in self._plan.shared],
             )
-            self.schedule = self._fastest(
-                [self.lowered(each) for each in finalists(tasks, spread)]
-            )
+            self.schedule = self._fastest([self.lowered(each) for each in finalists(tasks, spread)])
 
     def step(self) -> tuple[float, int] | None:
         """One batch; of an asynchronous pipeline the seconds between its first step and its last,

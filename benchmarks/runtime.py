@@ -26,9 +26,8 @@ import random
 import re
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,46 +35,29 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-import gpt
-import images
-import llama
 import peers
-import t5
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from machine import busy_core_seconds, write_result
-from pipelines import ASYNC_MICRO_BATCHES, OURS, Planned, build_plans, pipeline
-from torch import nn
+from cases import (
+    QUIET,
+    Case,
+    Turn,
+    batch_of,
+    build_model,
+    measure,
+    plans_of,
+    together,
+)
+from machine import write_result
+from pipelines import ASYNC_MICRO_BATCHES, OURS, Planned, pipeline
 
 from asyncpipe.runtime.process import keep_freed_memory
 
-FAMILIES: Mapping[str, Callable[..., tuple[nn.Module, dict[str, torch.Tensor]]]] = {
-    "gpt": gpt.build,
-    "llama": llama.build,
-    "t5": t5.build,
-    "resnet": images.resnet,
-    "vit": images.vit,
-}
-QUIET = 0.04
 CEILING = "ceiling: independent copies"
 CEILING_K1 = "the same, k = 1"
 CEILING_COMPILED, DDP_COMPILED = "the same, compiled", "DDP, compiled"
 MEMORY_STEPS = 4
 SAME = (("gpipe", "torch GPipe"), ("1f1b", "torch 1F1B"))
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, a batch and a number of processes."""
-
-    ranks: int
-    micro_batches: int
-    micro_batch_size: int = 4
-    model: Mapping[str, int] = field(default_factory=dict)
-    family: str = "gpt"
-    only: tuple[str, ...] = ()
-    """The configurations that are measured; empty for all."""
 
 
 LEADING = (
@@ -138,34 +120,6 @@ CASES = {
         ),
     ),
 }
-
-
-def build_model(case: Case, *, compiled: bool = False) -> Any:
-    torch.manual_seed(0)
-    model, _ = FAMILIES[case.family](**case.model)
-    if compiled:
-        model.compile()
-    return model
-
-
-def batch_of(case: Case) -> list[dict[str, torch.Tensor]]:
-    size = case.micro_batch_size
-    samples = size * case.micro_batches
-    _, whole = FAMILIES[case.family](**case.model, micro_batch_size=samples)
-    return [
-        {name: values[start : start + size].contiguous() for name, values in whole.items()}
-        for start in range(0, samples, size)
-    ]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One configuration: a call, the number of samples it processes in all ranks together, its
-    threads."""
-
-    step: Callable[[], Any]
-    samples: int
-    threads: int = 1
 
 
 def turns_of(
@@ -305,36 +259,6 @@ def worker(
     os._exit(0)  # torch's schedules leave groups and threads behind that end badly
 
 
-def measure(name: str, turn: Turn, ranks: int) -> dict[str, Any]:
-    """One turn of all ranks together."""
-    torch.set_num_threads(turn.threads)
-    dist.barrier()
-    before, own_before, start = busy_core_seconds(), sum(os.times()[:2]), time.perf_counter()
-    steady = turn.step()
-    dist.barrier()
-    seconds = time.perf_counter() - start
-    own = torch.tensor([sum(os.times()[:2]) - own_before], dtype=torch.float64)
-    dist.all_reduce(own)
-    rate = turn.samples / seconds
-    if steady is not None:
-        rate = _steady_rate(steady, turn.samples / ASYNC_MICRO_BATCHES)
-    others = max(0.0, busy_core_seconds() - before - own.item()) / ((os.cpu_count() or 1) * seconds)
-    return {
-        "configuration": name,
-        "samples_per_s": round(rate, 3),
-        "core_s_per_sample": round(own.item() / turn.samples, 5),
-        "others_share": round(others, 4),
-    }
-
-
-def _steady_rate(steady: tuple[float, int], micro_batch_size: float) -> float:
-    """Samples a second of the slowest rank between its first step and its last."""
-    seconds, done = steady
-    slowest = torch.tensor([seconds / done], dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return micro_batch_size / slowest.item()
-
-
 def run_case(case: Case, groups: int, rounds: int, only: Sequence[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -365,32 +289,6 @@ def run_memory(case: Case) -> list[dict[str, Any]]:
             print(f"{name:30} {'  '.join(f'{mib:8.1f}' for mib in peaks)} MiB", flush=True)
             table.append({"configuration": name, "peak_mib": peaks})
     return table
-
-
-def plans_of(
-    case: Case, names: Sequence[str], folder: str, cut_at: Sequence[str] = ()
-) -> dict[Planned, Path]:
-    inputs = batch_of(case)[0]
-    model = build_model(case)
-    return build_plans(model, inputs, case.ranks, case.micro_batches, names, Path(folder), cut_at)
-
-
-def together(
-    function: Callable[..., None], case: Case, arguments: Sequence[Any], *, answers: int
-) -> list[Any]:
-    """The results that the ranks of a case, each a new process, put into their queue."""
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    processes = [
-        context.Process(target=function, args=(rank, case, *arguments, results), daemon=True)
-        for rank in range(case.ranks)
-    ]
-    for process in processes:
-        process.start()
-    given = [results.get() for _ in range(answers)]
-    for process in processes:
-        process.join()
-    return given
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

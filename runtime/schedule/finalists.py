@@ -3,8 +3,8 @@
 A computed schedule is the best for the costs that it is given; costs that a run has measured in a
 few steps are off by some percent, most of all those of a split backward. So the schedules that come
 close under noise (`noise.py`) alternate for some steps, the two fastest of them for more, and the
-one with the shortest measured steps is kept: the computed one with and without split backwards, and the named ones of the same
-placement.
+one with the shortest measured steps is kept: the computed one with and without split backwards, and
+the named ones of the same placement.
 """
 
 from __future__ import annotations
