@@ -64,10 +64,12 @@ def partition_command(
 def _partition(model: str, options: CommandOptions, chosen: PartitionOptions) -> int:
     """Writes a generated folder, or stops after the plan."""
     with first_imports():
-        from ..partitioner.compile import partition_spec
+        from ..partitioner.compile import partition_or_reuse, partition_spec
+        from ..partitioner.loaded_code import runs_only
+    partition = partition_or_reuse if runs_only("asyncpipe-partition") else partition_spec
     console = make_console()
     with PhaseDisplay(console, silent=options.json or options.quiet) as display:
-        plan = partition_spec(
+        plan = partition(
             model,
             chosen,
             command=command_line("asyncpipe-partition", sys.argv[1:]),

@@ -7,7 +7,7 @@ what all phases read, and of the results of the phases before it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from .capture_and_profile import (
 )
 from .codegen import extra_tensors, generate, header_of, render_readme
 from .graph.build import with_copies
+from .kept_results import KeptResults, Result
 from .lay_out import laid_out
 from .models.load import ModelSource, given_source
 from .output import (
@@ -115,12 +116,50 @@ def partition_spec(
     on_progress: OnProgress | None = None,
 ) -> Plan:
     """Loads the model that `spec` names, then `partition_source`."""
-    stages = options.stages or options.ranks or 1
-    make_setting(stages, **options.running)  # reports errors before the model is loaded
-    source = load(spec, options, on_phase)
+    source = _loaded(spec, options, on_phase)
     return partition_source(
         source, options, command=command, on_phase=on_phase, on_progress=on_progress
     )
+
+
+def partition_or_reuse(
+    spec: str,
+    options: PartitionOptions,
+    *,
+    command: str = "",
+    on_phase: OnPhase | None = None,
+    on_progress: OnProgress | None = None,
+) -> Plan:
+    """As `partition_spec`, but uses the result of an earlier call where all that it depends on is
+    known and the same (`kept_results.py`), and keeps a new result.
+
+    Only for a process in which no other program has replaced functions.
+    """
+    source = _loaded(spec, options, on_phase)
+    summaries: dict[str, str] = {}
+
+    def end_phase(name: str, detail: str, seconds: float, following: str) -> None:
+        summaries[name] = detail
+        if on_phase:
+            on_phase(name, detail, seconds, following)
+
+    timer = PhaseTimer(end_phase)
+    kept = KeptResults.of(source, options, command)
+    if kept and not options.no_cache and (result := kept.find()):
+        write_result(Compilation(source, options, None, 0, command, timer, None), result)
+        return result.plan
+    plan = partition_source(
+        source, options, command=command, on_phase=end_phase, on_progress=on_progress
+    )
+    if kept:
+        kept.keep(Path(summaries["write"]), summaries["verify"])
+    return plan
+
+
+def _loaded(spec: str, options: PartitionOptions, on_phase: OnPhase | None) -> ModelSource:
+    """The model that `spec` names; reports errors of the setting before it is loaded."""
+    make_setting(options.stages or options.ranks or 1, **options.running)
+    return load(spec, options, on_phase)
 
 
 def partition_source(
@@ -330,10 +369,29 @@ def write_phase(job: Compilation, planned: Planned, generated: Generated) -> Non
         on_ranks = f"; {compared_text(source.model, size)}" if size > 1 else ""
         job.end_phase("verify", verified.summary + on_ranks, "write")
 
-    write_weights = None
-    if job.options.save_weights and not job.is_on_meta:
-        state = snapshot(source.model)
-        write_weights = partial(write_weights_of, state=state, plan=plan, constants=constants)
+    write_weights = _writer_of_weights(job, plan, constants)
     write_folder(planned.folder, generated.files, write_weights, check)
     remember(planned.folder)
     job.end_phase("write", str(planned.folder), "")
+
+
+def write_result(job: Compilation, result: Result) -> None:
+    """Writes the texts of an earlier result, which was verified then, and the weights of the
+    model."""
+    plan = result.plan
+    folder = job.target(len(plan.stages), plan.hashes["graph"])
+    job.end_phase("reuse", result.summary, "write")
+    write_folder(folder, result.files, _writer_of_weights(job, plan, {}), lambda aside: None)
+    remember(folder)
+    job.end_phase("write", str(folder), "")
+
+
+def _writer_of_weights(
+    job: Compilation, plan: Plan, constants: Mapping[str, Tensor]
+) -> Callable[[Path], None] | None:
+    """A function that writes the weights of the stages to a folder; None if there are none to
+    write."""
+    if not job.options.save_weights or job.is_on_meta:
+        return None
+    state = snapshot(job.source.model)
+    return partial(write_weights_of, state=state, plan=plan, constants=constants)

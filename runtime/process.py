@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +33,10 @@ from types import FrameType
 from typing import Any
 
 from . import __version__
+
+STARTED = time.time()
+"""The time at which this process began to import modules, in seconds since 1970: every command
+imports this one among its first."""
 
 
 class Ended(SystemExit):

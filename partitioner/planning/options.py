@@ -326,7 +326,9 @@ class PartitionOptions:
         Flag(),
         "Fit a predicted profile to a few operations measured on this machine.",
     )
-    no_cache: bool = _profiles(False, Flag(), "Ignore cached measurements and measure again.")
+    no_cache: bool = _profiles(
+        False, Flag(), "Ignore cached measurements and results, and repeat everything."
+    )
     output: str | Path | None = _writes(
         None,
         path("generated_models/gpt2_4p"),
