@@ -2,10 +2,11 @@
 
 Every plan is run with one process per stage, each with one thread, under 1f1b over gloo. The time
 of a stage is the CPU time of its process in forwards and backwards; the time of a step is wall
-time. Five plans of two stages are made for each model: the planner's own, and four with other cuts;
-the plan that is predicted to be fastest should be fastest. Simulated steps have the measured
-optimizers. On a shared machine some minutes are a tenth slower than others: before every step that
-counts, the planner's timing of the stages is repeated, and medians are compared.
+time. With `--other-cuts` five plans of two stages are made for each model: the planner's own, and
+four with other cuts; the plan that is predicted to be fastest should be fastest. Simulated steps
+have the measured optimizers. On a shared machine some minutes are a tenth slower than others:
+before every step that counts, the planner's timing of the stages is repeated, and medians are
+compared.
 
 Times come from processes that keep all memory: a virtual machine may return freed memory to its
 host, and get it back at 3 us a page, ten times the usual cost of a page. Memory is the most that a
@@ -13,7 +14,8 @@ process held beyond its memory before it loaded its stage, in a separate short r
 immediately returns freed memory: otherwise glibc keeps an extra tenth.
 
     python benchmarks/prediction.py
-    python benchmarks/prediction.py --quick --models gpt2 --stages 2
+    python benchmarks/prediction.py --models gpt2 --stages 2 --other-cuts
+    python benchmarks/prediction.py --models gpt2 --stages 2 --quick
 """
 
 import argparse
@@ -23,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +41,25 @@ from asyncpipe.partitioner.compile import partition_source
 from asyncpipe.partitioner.models.load import ModelSource, load_model
 from asyncpipe.partitioner.planning.options import PartitionOptions
 from asyncpipe.partitioner.profile.profiler import Profile, WholeTimes, profile
+from asyncpipe.partitioner.stage_timing import StageTiming
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.plan.forecast import forecast_step
 from asyncpipe.runtime.plan.plan import Plan
 
+HERE = Path(__file__).parent
 SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"micro_batch_size": 1, "seq": 128},
     "bert-base-uncased": {"micro_batch_size": 1, "seq": 128},
     "t5-small": {"micro_batch_size": 2, "seq": 128},
     "resnet50": {"micro_batch_size": 2},
     "wide-resnet50": {"micro_batch_size": 1},
+    "gpt.py:build": {},
+    "llama.py:build": {},
+    "t5.py:build": {},
+    "images.py:resnet": {},
+    "images.py:vit": {},
 }
+"""The published models, and those of the throughput benchmarks."""
 SHIFTS = (-0.2, -0.1, 0.1, 0.2)
 """Distances of the other plans' cuts from the middle of the model's time."""
 
@@ -58,25 +69,33 @@ class Retiming:
 
     def __init__(self) -> None:
         self._time = profiling.time_stages
-        self._heard: list[tuple[tuple[Any, ...], dict[str, Any], Sequence[WholeTimes]]] = []
+        self._requests: list[tuple[Callable[[], Sequence[WholeTimes]], Sequence[WholeTimes]]] = []
         self._times: list[Sequence[WholeTimes]] = []
-        profiling.time_stages = self._listen
+        profiling.time_stages = self._timed
 
-    def _listen(self, *said: Any, **named: Any) -> Sequence[WholeTimes]:
-        times = self._time(*said, **named)
-        self._heard.append((said, named | {"cache": None, "on_progress": None}, times))
+    def _timed(
+        self,
+        captured: Capture,
+        stages: Any,
+        in_flight: Sequence[int],
+        timing: StageTiming,
+        **rest: Any,
+    ) -> Sequence[WholeTimes]:
+        times = self._time(captured, stages, in_flight, timing, **rest)
+        again = partial(self._time, captured, stages, in_flight, replace(timing, cache=None))
+        self._requests.append((again, times))
         return times
 
     def of(self, plan: Plan) -> Callable[[], None]:
         """Times the stages of the latest plan; the planner may have timed others."""
 
-        def apart(heard: tuple[Any, Any, Sequence[WholeTimes]]) -> float:
-            pairs = zip(heard[2], plan.stages, strict=True)
+        def difference_ms(times: Sequence[WholeTimes]) -> float:
+            pairs = zip(times, plan.stages, strict=True)
             return sum(abs(time.forward_ms - stage.forward_ms) for time, stage in pairs)
 
-        said, named, _ = min(self._heard, key=apart)
-        self._heard, self._times = [], []
-        return lambda: self._times.append(self._time(*said, **named))
+        again, _ = min(self._requests, key=lambda request: difference_ms(request[1]))
+        self._requests, self._times = [], []
+        return lambda: self._times.append(again())
 
     def on(self, plan: Plan) -> Plan:
         """The plan with the medians of the repeated timings."""
@@ -248,9 +267,8 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument(
-        "--quick", action="store_true", help="a quarter of the steps, and no other plans"
-    )
+    parser.add_argument("--other-cuts", action="store_true", help="four more plans of each model")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the steps")
     arguments = parser.parse_args()
     if not KEEPS_ALL.items() <= os.environ.items():
         os.environ.update(KEEPS_ALL)
@@ -260,12 +278,13 @@ def main() -> None:
     print("predicted/measured (worst error)")
     rows = []
     for model in arguments.models:
-        source = load_model(model, **SIZES[model])
+        spec = str(HERE / model) if ":" in model else model
+        source = load_model(spec, **SIZES[model])
         for stages in arguments.stages:
             with tempfile.TemporaryDirectory() as temporary:
                 row = compare(source, Path(temporary) / "auto", stages, arguments)
                 show(model, stages, row)
-                if stages == 2 and not arguments.quick:
+                if stages == 2 and arguments.other_cuts:
                     row["candidates"] = candidates(source, Path(temporary), row, arguments)
             rows.append({"model": model, "stages": stages, **SIZES[model], **row})
     summary = {

@@ -49,6 +49,7 @@ _LEAST = 1e-9
 _NEAR = 24  # positions on either side of a boundary that a search for a tidier one tries
 _THRESHOLDS = (0.01, 0.05)
 _MANY_GROUPS = 3_000  # from this number on no thresholds are tried
+_LEVELED = 0.25  # the part of what tidy cuts may give up that even stages may give up
 _SCHEDULES = 3  # that are made for what the one before has led to
 
 
@@ -71,7 +72,8 @@ def shortest_step(
         return step
     steps = [step, *(step_of(problem, other) for other in _candidates(problem, place))]
     steps = [candidate for candidate in steps if candidate.evaluation.fits]
-    tidy = best = min(steps, key=lambda candidate: candidate.step_ms)
+    given_up = problem.rules.prefer_modules
+    tidy = best = _most_even(steps, given_up * _LEVELED)
     in_order = (
         candidate
         for candidate in steps
@@ -79,11 +81,20 @@ def shortest_step(
     )
     # Boundaries move within one order: that of the best plan, and the given one.
     starts = {step.placement.stage_of: step for step in (tidy, next(in_order, tidy))}
-    for start in starts.values():
-        moved = improved(problem, start, bound_ms)
-        best = min(best, moved, key=lambda step: step.step_ms)
-    given_up_ms = best.step_ms * problem.rules.prefer_modules
-    return tidy if tidy.step_ms <= best.step_ms + given_up_ms else best
+    moved = [improved(problem, start, bound_ms) for start in starts.values()]
+    best = _most_even([best, *moved], given_up * _LEVELED)
+    return tidy if tidy.step_ms <= best.step_ms * (1 + given_up) else best
+
+
+def _most_even(steps: Sequence[Step], given_up: float) -> Step:
+    """Of the steps that are as short as the shortest, or longer by the share `given_up`, the one
+    with the smallest bottleneck: with few micro-batches an uneven plan may be as fast, and is not
+    with more."""
+    limit_ms = (1 + given_up) * min(step.step_ms for step in steps)
+    return min(
+        (step for step in steps if step.step_ms <= limit_ms),
+        key=lambda step: (step.evaluation.bottleneck_ms, step.step_ms),
+    )
 
 
 def bottleneck_bound_ms(problem: Problem, free: Placement) -> float:

@@ -41,6 +41,27 @@ def chain(*pairs_ms: tuple[float, float]) -> nx.DiGraph:
     return graph
 
 
+@pytest.mark.parametrize("prefer_modules", [0.0, 0.02])
+def test_of_plans_with_equal_steps_the_one_with_the_smallest_bottleneck_is_taken(
+    prefer_modules: float,
+) -> None:
+    """With 4 micro-batches stages of 3, 2, 2 and 1 groups are as fast as even ones."""
+    graph = chain(*[(1.0, 2.0)] * 8)
+    plan = solve(graph, stages=4, schedule="1f1b", micro_batches=4, prefer_modules=prefer_modules)
+    assert (plan.step_ms, plan.bottleneck_ms) == (42.0, 6.0)
+
+
+def test_even_stages_may_cost_a_quarter_of_what_tidy_cuts_may() -> None:
+    later = [(6.5, 12.9), (6.5, 12.9), (6.3, 13.4), (6.1, 13.9), (6.8, 12.9)]
+    graph = chain((7.1, 12.9), (6.7, 12.9), (6.8, 12.9), *later)
+    exact, level = (
+        solve(graph, stages=4, schedule="1f1b", micro_batches=4, prefer_modules=share)
+        for share in (0.0, 0.02)
+    )
+    assert exact.step_ms < level.step_ms <= 1.005 * exact.step_ms
+    assert level.bottleneck_ms < 0.7 * exact.bottleneck_ms
+
+
 @settings(max_examples=25, deadline=None)
 @given(graphs(), st.integers(1, 4), LINKS, SYNCHRONOUS, st.integers(1, 8))
 def test_no_plan_steps_faster_than_the_bound_and_no_cut_of_the_order_than_the_plan(
