@@ -16,7 +16,7 @@ TUNED: tuple[tuple[Case, str, float, tuple[int, ...]], ...] = (
     (Case("digits", 8, 8), f"{_PD}:muon,momentum=0.9", 0.01, (1,)),
     (Case("digits", 8, 1), f"{_D}:muon,momentum=0.5", 0.003, (1,)),
     (Case("digits", 8, 8), f"{_PD}:muon,momentum=0.9", 0.03, (1,)),
-    (_LONG, f"{_PD}:muon,momentum=0.9 sync:muon,momentum=0.9", 0.03, (2, 1)),
+    (_LONG, f"{_PD}:muon,momentum=0.9 sync:muon,momentum=0.9", 0.03, (2, 1, 3, 4)),
     (_DEEP_4, f"{_PD}:muon,momentum=0.9 {_D}:muon,momentum=0.5", 0.03, (1,)),
     (_NEAR, f"{_D}:muon,momentum=0.5 sync:muon,momentum=0.9", 0.06, (1, 2, 3)),
     (_NEAR, f"sync:muon,momentum=0.9 {_D}:muon,momentum=0.5", 0.03, (1, 2, 3)),

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config.settings import RunConfig, SettingsError
+from ..optimizers.param_groups import APART
 from ..rng import import_seeded
 from ..user_code import user_errors_as
 
 _VALUES = "values"
 """The name of the part that has the values without tensors, as UTF-8 of JSON."""
-_SCHEDULED = ("lr", "initial_lr", "shared")
+_SCHEDULED = ("lr", "initial_lr", APART)
 """Entries of a group that the run sets."""
 
 
@@ -29,7 +30,7 @@ def make_user_optimizer(
     named: Sequence[tuple[str, Tensor]], config: RunConfig, shared: Mapping[str, Tensor]
 ) -> Optimizer:
     """The user's optimizer of named parameters of a stage. Each of the `shared`, by name, gets a
-    group of its own, whose option `shared` is that name.
+    group of its own, whose option `APART` is that name.
 
     Raises SettingsError where the user's code fails or returns something else.
     """
@@ -60,7 +61,7 @@ def _set_apart(optimizer: Optimizer, shared: Mapping[str, Tensor]) -> None:
         for parameter in (candidate for candidate in group["params"] if id(candidate) in names):
             group["params"] = own
             name = names[id(parameter)]
-            optimizer.add_param_group({**others, "params": [parameter], "shared": name})
+            optimizer.add_param_group({**others, "params": [parameter], APART: name})
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 

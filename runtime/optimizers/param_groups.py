@@ -11,6 +11,12 @@ from torch.optim import Optimizer
 
 from ..plan.plan import Plan
 
+APART = "apart"
+"""The option of a parameter group that may have another learning rate than the rest of its stage:
+the name of the shared parameter in it, or `NOT_HIDDEN`."""
+NOT_HIDDEN = "not hidden"
+"""The groups of AdamW under an optimizer of hidden matrices."""
+
 
 def hidden_matrices(plan: Plan, index: int, stage: nn.Module) -> list[nn.Parameter]:
     """The two-dimensional parameters of stage `index` that belong neither to an embedding, nor to

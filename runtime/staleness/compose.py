@@ -6,8 +6,8 @@ part of training on stale weights, and every requirement must be met.
 `recommended` implements `--staleness auto`:
 
     optimizer       no delay    late, k > 1                          late, k = 1
-    muon            stash       stash+partial-gradient+delay-rate    stash+delay-rate
-    with replicas   stash       stash+msnag+delay-rate               stash+delay-rate
+    muon            stash       stash+partial-gradient+delay-rate    stash+hidden-delay-rate
+    with replicas   stash       stash+msnag+delay-rate               stash+hidden-delay-rate
     all others      stash       stash                                stash
 
 k is the number of micro-batches of a step; with more than one, a part of the next gradient is known
@@ -48,7 +48,15 @@ from .predicted_weights import (
     XPipe,
 )
 from .protocol import Need, Part, Staleness
-from .stash import DelayRate, LiveWeights, PipeMare, PipeMareRate, Stash, TwoBuffered
+from .stash import (
+    DelayRate,
+    HiddenDelayRate,
+    LiveWeights,
+    PipeMare,
+    PipeMareRate,
+    Stash,
+    TwoBuffered,
+)
 
 METHODS: dict[str, type[Staleness]] = {
     "none": LiveWeights,
@@ -68,6 +76,7 @@ METHODS: dict[str, type[Staleness]] = {
     "pipemare": PipeMare,
     "pipemare-rate": PipeMareRate,
     "delay-rate": DelayRate,
+    "hidden-delay-rate": HiddenDelayRate,
     "gap-aware": GapAware,
     "gap-aware-activations": GapAwareActivations,
     "gap-aware-loss": GapAwareLoss,
@@ -184,6 +193,11 @@ _OF_OPTIMIZERS: Mapping[Need, tuple[Callable[[Conditions], bool], str, str]] = {
         lambda run: facts_of(run.optimizer).plain_sgd and _has_plain_momentum(run),
         "is an option of sgd with momentum",
         "--optimizer sgd --momentum 0.9",
+    ),
+    "hidden matrices": (
+        lambda run: facts_of(run.optimizer).hidden_matrices_only,
+        "divides the learning rate of the matrices that Muon or SOAP steps",
+        "--optimizer muon, or --staleness delay-rate.",
     ),
 }
 """Requirement of an optimizer -> its condition, the words of its error and the cure."""
@@ -371,10 +385,12 @@ def recommended(
     method predicts, and replicas predict without the gradients of a step, of which each has some.
 
     >>> recommended("muon", 1, micro_batches=8), recommended("muon", 7, micro_batches=1)
-    ('stash+partial-gradient+delay-rate', 'stash+delay-rate')
+    ('stash+partial-gradient+delay-rate', 'stash+hidden-delay-rate')
     """
     if not facts_of(optimizer).recommended_to_predict or not delay:
         return "stash"
-    if micro_batches == 1 or not momentum:
+    if micro_batches == 1:
+        return "stash+hidden-delay-rate"
+    if not momentum:
         return "stash+delay-rate"
     return f"stash+{'partial-gradient' if replicas == 1 else 'msnag'}+delay-rate"

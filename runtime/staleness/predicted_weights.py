@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..optimizers.param_groups import NOT_HIDDEN
 from .prediction import extrapolate, step_ahead
 from .protocol import BackwardReads, Staleness, State, VersionPair, filled
 from .weight_versions import View, Weights, WeightVersions
@@ -44,10 +45,12 @@ class PredictedForward(Staleness):
         if self.reads_optimizer:
             self.steps.spread(leaves)
 
-    def factors_of_shared(self, steps: int) -> dict[str, tuple[float, ...]]:
-        """The expected learning rates of the weights that several stages hold."""
+    def other_factors(self, steps: int) -> dict[str, tuple[float, ...]]:
+        """The expected learning rates of the weights that several stages hold, by name, and of
+        those that are not hidden matrices."""
         assert self.steps is not None
-        return {name: self.steps.expected_lr(steps, name) for name in self.context.shared}
+        names = (*self.context.shared, NOT_HIDDEN)
+        return {name: self.steps.expected_lr(steps, name) for name in names}
 
     def view_name(self, weights: WeightVersions) -> str:
         """The inputs of a prediction besides a version and the number of steps."""
@@ -74,7 +77,7 @@ class LinearByVelocity(PredictedForward):
             weights.live,
             leaves,
             self.steps.expected_lr(steps),
-            others=self.factors_of_shared(steps),
+            others=self.other_factors(steps),
         )
 
 
@@ -260,7 +263,7 @@ class Msnag(PredictedForward):
             leaves,
             self.steps.expected_lr(steps),
             self.known_gradients(weights),
-            others=self.factors_of_shared(steps),
+            others=self.other_factors(steps),
         )
 
     def known_gradients(self, weights: WeightVersions) -> Weights | None:

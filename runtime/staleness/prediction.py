@@ -33,7 +33,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from ..errors import ScheduleError
-from ..optimizers.param_groups import Joint
+from ..optimizers.param_groups import APART, Joint
 from ..optimizers.soap import Soap, Sutskever, rotated
 from .weight_versions import Weights
 
@@ -100,19 +100,20 @@ def groups_of(
     for part in optimizer.parts if isinstance(optimizer, Joint) else (optimizer,):
         for options in part.param_groups:
             base = float(options.get("initial_lr", options["lr"]))
+            of_group = others.get(options.get(APART, ""), factors)
             alike: dict[tuple[float, ...], list[Tensor]] = {}
             for weight in options["params"]:
                 if (name := names.get(id(weight))) is not None:
-                    rates = tuple(base * factor for factor in others.get(name, factors))
+                    rates = tuple(base * factor for factor in others.get(name, of_group))
                     alike.setdefault(rates, []).append(weight)
             for rates, weights in alike.items():
-                of_group = [leaves[names[id(weight)]] for weight in weights]
+                copies = [leaves[names[id(weight)]] for weight in weights]
                 yield (
                     part,
                     Group(
-                        of_group,
+                        copies,
                         [part.state.get(weight, {}) for weight in weights],
-                        _gradients([names[id(w)] for w in weights], of_group, gradients),
+                        _gradients([names[id(w)] for w in weights], copies, gradients),
                         options,
                         rates,
                     ),
@@ -405,8 +406,8 @@ def step_ahead(
     the optimizer's state.
 
     `factors` has the factor on the base learning rate of each step, and `others` the same for
-    weights with other factors. Weight decay applies as in the optimizer. Raises ScheduleError for
-    an optimizer without a formula.
+    weights, or parameter groups set `APART`, with other factors. Weight decay applies as in the
+    optimizer. Raises ScheduleError for an optimizer without a formula.
     """
     _apply(_STEPS, optimizer, live, leaves, factors, gradients, others)
 

@@ -46,6 +46,7 @@ Need = Literal[
     "update rule",
     "nesterov",
     "rates",
+    "hidden matrices",
 ]
 """A requirement of a method:
 
@@ -64,6 +65,7 @@ Need = Literal[
 - update rule: an optimizer whose weight decay is known
 - nesterov: an optimizer with Nesterov momentum
 - rates: another method that expects learning rates
+- hidden matrices: an optimizer of hidden matrices, with AdamW for all other weights
 """
 
 
@@ -300,8 +302,10 @@ class Staleness:
         """May change the live `.grad` of a complete window, before it is clipped and used."""
 
     def lr_scale(self, version: int, name: str | None = None) -> float:
-        """The factor on the learning rate of the step that makes `version`, for the stage's own
-        weights or for the shared weight `name`, where it is the same at all stages that hold it."""
+        """The factor on the learning rate of the step that makes `version`: for the stage's own
+        weights; for those of them that an optimizer of hidden matrices leaves to AdamW, if `name`
+        is `NOT_HIDDEN`; or for the shared weight `name`, for which it is the same at all stages
+        that hold it."""
         return 1.0
 
     @contextmanager

@@ -187,3 +187,16 @@ class DelayRate(Staleness):
 
     def lr_scale(self, version: int, name: str | None = None) -> float:
         return 1 / (1 + self.context.tau(version, name))
+
+
+class HiddenDelayRate(DelayRate):
+    """`hidden-delay-rate`: `delay-rate` for the hidden matrices, which Muon or SOAP steps; the rate
+    of embeddings, the output layer, norms and biases, which AdamW steps, stays.
+
+    A step of AdamW is small where late gradients disagree, one of Muon has a fixed size.
+    """
+
+    needs = frozenset({"hidden matrices"})
+
+    def lr_scale(self, version: int, name: str | None = None) -> float:
+        return 1.0 if name is not None else super().lr_scale(version)

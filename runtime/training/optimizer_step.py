@@ -20,6 +20,7 @@ from ..executor.instrumented import Activities, Activity, Kind, Spent
 from ..executor.weight_binding import Gap
 from ..monitoring.gather import RankFigures, base_bytes, figures_of, lateness, peak_memory_bytes
 from ..optimizers.loss_scale import LossScale
+from ..optimizers.param_groups import NOT_HIDDEN
 from ..optimizers.soap import refresh_periods
 from ..plan.plan import Plan
 from ..schedule.asynchronous import Delays
@@ -392,7 +393,7 @@ class OptimizerStepper(SummingObserver):
                 whole * self._lr_scale(stage, version, None),
                 {
                     name: whole * self._lr_scale(stage, version, name)
-                    for name in share.shared_by_name
+                    for name in (*share.shared_by_name, NOT_HIDDEN)
                 },
             )
         self._optimizer_s += min(perf_counter() - start_s, process_time() - start_cpu_s)

@@ -247,7 +247,7 @@ class StageView(OwnedSteps):
         options: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         scales = dict.fromkeys(self._parameters, lr_scale)
-        of_shared = {self._shared[name]: scale for name, scale in shared.items()}
+        of_shared = {own: shared[name] for name, own in self._shared.items() if name in shared}
         scales |= {each: of_shared[each] for each in scales if each in of_shared}
         with _groups_of(optimizer, scales, options):
             optimizer.step()

@@ -23,7 +23,7 @@ from ..config.settings import RunConfig
 from ..control.learning_rate import learning_rate_of
 from ..control.user_optimizer import load_user_state, make_user_optimizer, user_state_of
 from ..optimizers.facts import OPTIMIZERS, OptimizerFacts
-from ..optimizers.param_groups import Joint, hidden_matrices
+from ..optimizers.param_groups import APART, NOT_HIDDEN, Joint, hidden_matrices
 from ..plan.plan import Plan
 from ..sharding.matrices import NO_MATRICES, WholeMatrices
 from ..sharding.owned_steps import OwnedSteps
@@ -190,7 +190,7 @@ class StageOptimizer(OwnedSteps):
         groups = optimizer.param_groups
         scheduled = [group["lr"] for group in groups]
         for group, lr in zip(groups, scheduled, strict=True):
-            scale = self.lr_factor * shared.get(group.get("shared", ""), lr_scale)
+            scale = self.lr_factor * shared.get(group.get(APART, ""), lr_scale)
             if scale != 1.0:
                 group["lr"] = lr * scale
         optimizer.step()
@@ -263,7 +263,7 @@ def make_optimizer(
     """The optimizer of the run, with weight decay for matrices and without for vectors.
 
     An optimizer of hidden matrices steps those in `hidden`, and AdamW everything else. Each of the
-    `shared`, by name, has its own group, whose option `shared` is that name.
+    `shared`, by name, has its own group, whose option `APART` is that name.
     """
     given, apart = list(parameters), shared or {}
     facts = OPTIMIZERS[config.optimizer]
@@ -282,7 +282,7 @@ def make_optimizer(
         )
         parts.append(part)
     if others:
-        parts.append(_plain(others, config, OPTIMIZERS["adamw"], apart))
+        parts.append(_plain(others, config, OPTIMIZERS["adamw"], apart, NOT_HIDDEN))
     return parts[0] if len(parts) == 1 else uncompiled(Joint)(parts)
 
 
@@ -303,8 +303,10 @@ def _plain(
     config: RunConfig,
     facts: OptimizerFacts,
     shared: Mapping[str, Tensor],
+    others: str = "",
 ) -> Optimizer:
-    """An optimizer of all parameters, which differ only in their weight decay."""
+    """An optimizer of all parameters, which differ only in their weight decay; the groups of those
+    that are not `shared` are set apart as `others`."""
     name_of = {id(parameter): own for own, parameter in shared.items()}
     own = [parameter for parameter in parameters if id(parameter) not in name_of]
     decay = config.weight_decay
@@ -312,12 +314,12 @@ def _plain(
         {"params": [each for each in own if each.ndim >= 2], "weight_decay": decay},
         {"params": [each for each in own if each.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [group | {APART: others} for group in groups if group["params"]]
     groups += [
         {
             "params": [parameter],
             "weight_decay": decay if parameter.ndim >= 2 else 0.0,
-            "shared": name_of[id(parameter)],
+            APART: name_of[id(parameter)],
         }
         for parameter in parameters
         if id(parameter) in name_of

@@ -28,6 +28,7 @@ SCALED: dict[str, dict[str, Any]] = {
     "clipped by stage": {"clip": 0.05, "clip_by": "stage"},
     "clipped in proportion": {"clip": 0.05, "clip_by": "proportion"},
     "delay-rate": SGD | {"staleness": "stash+delay-rate"},
+    "hidden-delay-rate": {"optimizer": "muon", "staleness": "stash+hidden-delay-rate"},
     "pipemare-rate": SGD | {"staleness": "none+pipemare-rate"},
     "error-feedback": SGD | {"staleness": "stash+error-feedback"},
     "spike-compensation": SGD | {"staleness": "stash+spike-compensation"},

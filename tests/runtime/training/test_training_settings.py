@@ -416,7 +416,7 @@ def test_staleness_belongs_to_asynchronous_schedules(text: Plan) -> None:
 @pytest.mark.parametrize(
     ("options", "methods"),
     [
-        ({"optimizer": "muon", "micro_batches": 1, "ahead": "2x"}, "stash+delay-rate"),
+        ({"optimizer": "muon", "micro_batches": 1, "ahead": "2x"}, "stash+hidden-delay-rate"),
         ({"optimizer": "muon", "micro_batches": 2, "momentum": 0.0}, "stash+delay-rate"),
         ({"optimizer": "muon", "micro_batches": 1, "staleness_cap": 0}, "stash"),
         ({"optimizer": "muon", "micro_batches": 2}, "stash+partial-gradient+delay-rate"),
