@@ -10,12 +10,22 @@ _LONG, _FAR = Case("text", 8, 8, 5000), Case("text", 8, 1, 1200)
 _BETWEEN = Case("text", 8, 4)
 _DEEP, _DEEP_4, _DEEP_1 = (Case("text", 16, every) for every in (16, 4, 1))
 _P, _D, _PD = "stash+partial-gradient", "stash+delay-rate", "stash+partial-gradient+delay-rate"
-_MD = "stash+msnag+delay-rate"
+_MD, _H = "stash+msnag+delay-rate", "stash+hidden-delay-rate"
+_PH = "stash+partial-gradient+hidden-delay-rate"
+_FARTHEST = Case("text", 8, 1, 5000)
 TUNED: tuple[tuple[Case, str, float, tuple[int, ...]], ...] = (
     (Case("digits", 8, 1), f"{_D}:muon,momentum=0.5 sync:muon,momentum=0.9", 0.01, (1,)),
     (Case("digits", 8, 8), f"{_PD}:muon,momentum=0.9", 0.01, (1,)),
     (Case("digits", 8, 1), f"{_D}:muon,momentum=0.5", 0.003, (1,)),
     (Case("digits", 8, 8), f"{_PD}:muon,momentum=0.9", 0.03, (1,)),
+    (_FAR, f"{_H}:muon,momentum=0.5", 0.03, (1, 2, 3)),
+    (_FAR, f"{_H}:muon,momentum=0.65", 0.03, (1, 2, 3, 4)),
+    (_FARTHEST, f"{_H}:muon,momentum=0.5", 0.03, (1, 2)),
+    (_FARTHEST, f"{_H}:muon,momentum=0.65", 0.03, (1, 2)),
+    (_NEAR, f"{_H}:muon,momentum=0.5 {_H}:muon,momentum=0.65", 0.03, (1, 2, 3)),
+    (_NEAR, f"{_H}:muon,momentum=0.5 {_H}:muon,momentum=0.65", 0.06, (1,)),
+    (_WIDE, f"{_PH}:muon,momentum=0.9", 0.03, (1, 2)),
+    (_DEEP_1, f"{_H}:muon,momentum=0.5", 0.03, (1,)),
     (_LONG, f"{_PD}:muon,momentum=0.9 sync:muon,momentum=0.9", 0.03, (2, 1, 3, 4)),
     (_DEEP_4, f"{_PD}:muon,momentum=0.9 {_D}:muon,momentum=0.5", 0.03, (1,)),
     (_NEAR, f"{_D}:muon,momentum=0.5 sync:muon,momentum=0.9", 0.06, (1, 2, 3)),
