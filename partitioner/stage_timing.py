@@ -6,7 +6,8 @@ stage: received values are leaves, gradients arrive at the tensors that it sends
 weights accumulate, and as many micro-batches are in flight as in the schedule. Ranks of one machine
 share its memory and caches, so as many stages as there are cores run at the same time, in threads,
 and all of them are timed. Other load only ever adds to a time, and rarely to all cores alike:
-stages change their cores, and the first quartile of the times of each counts.
+stages change their cores, and the median of the times of each counts, or a time that lies a little
+above the first quartile, where they vary more than those of a calm machine do.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def time_stages(
     *,
     on_progress: OnProgress | None = None,
 ) -> tuple[WholeTimes, ...]:
-    """Runs each stage on the model's device, and returns the first quartile of its times.
+    """Runs each stage on the model's device, and returns its usual times.
 
     The inputs are those of the capture, at the size of one micro-batch. `in_flight` is the number
     of micro-batches that each stage holds between forward and backward. The model is unchanged
@@ -98,7 +99,7 @@ def time_stages(
         begin = [partial(bench.run, count) for bench, count in zip(benches, in_flight, strict=True)]
         samples = _samples(begin, [stored is None for stored in known], timing, on_progress)
     times = tuple(
-        stored or first_quartile(of_stage) for stored, of_stage in zip(known, samples, strict=True)
+        stored or usual_times(of_stage) for stored, of_stage in zip(known, samples, strict=True)
     )
     for key, whole in zip(keys, times, strict=True):
         if cache and key:
@@ -143,18 +144,21 @@ def _samples(
 
 
 def _is_calm(times: Sequence[WholeTimes]) -> bool:
-    return first_quartile(times).spread <= _CALM
+    return usual_times(times).spread <= _CALM
 
 
-def first_quartile(times: Sequence[WholeTimes]) -> WholeTimes:
-    """The first quartile of the forward times, and of the backward times; and their spread, by the
-    distance of the quartiles."""
+def usual_times(times: Sequence[WholeTimes]) -> WholeTimes:
+    """The median of the forward times, and of the backward times, but no more than the one that a
+    calm machine would have with this first quartile; and their spread, by the distance of the
+    quartiles."""
     forward, backward = zip(*((time.forward_ms, time.backward_ms) for time in times), strict=True)
     of_both = [statistics.quantiles(ms, n=4, method="inclusive") for ms in (forward, backward)]
     spreads = [
         (third - first) / (_QUARTILES_APART * middle) for first, middle, third in of_both if middle
     ]
-    (forward_ms, *_), (backward_ms, *_) = of_both
+    forward_ms, backward_ms = (
+        min(middle, first * (1 + _CALM * _QUARTILES_APART / 2)) for first, middle, _ in of_both
+    )
     return WholeTimes(forward_ms, backward_ms, statistics.fmean(spreads or [0.0]))
 
 

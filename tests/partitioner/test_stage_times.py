@@ -27,10 +27,10 @@ from asyncpipe.partitioner.split.split import split
 from asyncpipe.partitioner.split.ssa import separated
 from asyncpipe.partitioner.stage_timing import (
     StageTiming,
-    first_quartile,
     rescaled,
     time_stages,
     together,
+    usual_times,
 )
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.tests.support.models.zoo import ZOO
@@ -342,13 +342,18 @@ def test_stages_that_are_timed_at_once_have_each_core_in_turn() -> None:
     assert sorted(os.sched_getaffinity(0)) == cores  # of this thread
 
 
-def test_of_forwards_and_of_backwards_the_first_quartile_counts() -> None:
-    times = [WholeTimes(forward, 10 - forward) for forward in (5.0, 1.0, 4.0, 2.0, 3.0)]
-    found = first_quartile(times)
-    assert (found.forward_ms, found.backward_ms) == (2.0, 6.0)
+def test_of_forwards_and_of_backwards_the_median_counts() -> None:
+    times = [WholeTimes(forward, 20 - forward) for forward in (10.2, 9.8, 10.1, 9.9, 10.0)]
+    found = usual_times(times)
+    assert (found.forward_ms, found.backward_ms) == (10.0, 10.0)
     # Quartiles of a normal distribution are 1.349 standard deviations apart.
-    assert found.spread == pytest.approx((2 / 3 + 2 / 7) / 2 / 1.349)
-    assert found.scaled(3.0) == WholeTimes(6.0, 18.0, found.spread)
+    assert found.spread == pytest.approx(0.02 / 1.349)
+    assert found.scaled(3.0) == WholeTimes(30.0, 30.0, found.spread)
+
+
+def test_times_of_a_disturbed_machine_count_little_more_than_the_first_quartile() -> None:
+    times = [WholeTimes(forward, forward) for forward in (10.0, 10.0, 18.0, 19.0, 25.0)]
+    assert usual_times(times).forward_ms == pytest.approx(10.0 * (1 + 0.05 * 1.349 / 2))
 
 
 def test_what_fails_in_a_stage_beside_is_raised() -> None:
