@@ -13,12 +13,13 @@ host, and get it back at 3 us a page, ten times the usual cost of a page. Memory
 process held beyond its memory before it loaded its stage, in a separate short run whose allocator
 immediately returns freed memory: otherwise glibc keeps an extra tenth.
 
-    python benchmarks/prediction.py
+    python benchmarks/prediction.py                        all; results/prediction.json
     python benchmarks/prediction.py --models gpt2 --stages 2 --other-cuts
     python benchmarks/prediction.py --models gpt2 --stages 2 --quick
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -32,7 +33,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from machine import write_result
+from machine import RESULTS, write_result
 from ranks import CORES, KEEPS_ALL, run, run_for_memory
 
 from asyncpipe.partitioner import profiling
@@ -293,15 +294,12 @@ def main() -> None:
     }
     print("largest error:  " + "  ".join(f"{what} {error:.1%}" for what, error in summary.items()))
     if not arguments.quick:
-        write_result(
-            "prediction",
-            {
-                "micro_batches": arguments.micro_batches,
-                "schedule": "1f1b",
-                "largest_error": summary,
-                "rows": rows,
-            },
-        )
+        kept = json.loads((RESULTS / "prediction.json").read_text())["rows"]
+        rows += [row for row in kept if row["model"] not in arguments.models]
+        order = list(SIZES)
+        rows.sort(key=lambda row: (order.index(row["model"]), row["stages"]))
+        figures = {"micro_batches": arguments.micro_batches, "schedule": "1f1b", "rows": rows}
+        write_result("prediction", figures)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the table of throughput in docs/benchmarks.md from the committed results.
+"""Writes the tables of throughput and of `auto` in docs/benchmarks.md from the committed results.
 
 python benchmarks/tables.py
 """
@@ -53,11 +53,37 @@ def throughput() -> str:
     return "\n".join(lines) + "\n"
 
 
+def auto_schedules() -> str:
+    """The table of `auto` and the named schedules on the same stages."""
+    lines = [
+        "| | ranks | stages per rank | `auto` of the best named | the best named | of the worst |",
+        "|---|--:|--:|--:|---|--:|",
+    ]
+    results = json.loads((HERE / "results" / "auto_schedule.json").read_text())["models"]
+    for label in MODELS:
+        for ranks in (2, 4):
+            of_model = results.get(f"{label.lower()}, {ranks} ranks")
+            for each in (1, 2) if of_model else ():
+                rates = _of_each(of_model["samples_per_s"], each)
+                auto = rates.pop("auto")
+                best, worst = (pick(rates, key=rates.__getitem__) for pick in (max, min))
+                shares = f"{auto / rates[best]:.1%} | `{best}` | {auto / rates[worst]:.1%}"
+                lines.append(f"| {label} | {ranks} | {each} | {shares} |")
+    return "\n".join(lines) + "\n"
+
+
+def _of_each(rates: Mapping[str, float], each: int) -> dict[str, float]:
+    """The rates of the schedules with so many stages a rank, by name."""
+    end = f", {each} a rank"
+    return {name.removesuffix(end): rate for name, rate in rates.items() if name.endswith(end)}
+
+
 def written(page: str) -> str:
-    """The page with the table of the present results."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{throughput()}\n{END}{after}"
+    """The page with the tables of the present results."""
+    first, *rest = page.split(BEGIN)
+    after = (part.partition(END)[2] for part in rest)
+    made = zip((throughput(), auto_schedules()), after, strict=True)
+    return first + "".join(f"{BEGIN}\n{table}\n{END}{text}" for table, text in made)
 
 
 if __name__ == "__main__":
