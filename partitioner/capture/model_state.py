@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -384,5 +385,7 @@ def _is_constant(tensor: Tensor) -> bool:
 def verify_finite(tensors: Iterable[Tensor]) -> None:
     """Raises UnfitNoise if a tensor has a number that is not finite."""
     for tensor in tensors:
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise UnfitNoise
+        if tensor.is_floating_point() and tensor.numel():
+            extremes = torch.aminmax(tensor.detach())  # writes no tensor, unlike isfinite
+            if not all(map(math.isfinite, map(float, extremes))):
+                raise UnfitNoise

@@ -18,7 +18,13 @@ from torch.nn import functional as F
 import asyncpipe
 from asyncpipe.partitioner.capture import capture, model_state
 from asyncpipe.partitioner.capture.check import check_capture
-from asyncpipe.partitioner.capture.model_state import Noise, moved, working_copies
+from asyncpipe.partitioner.capture.model_state import (
+    Noise,
+    UnfitNoise,
+    moved,
+    verify_finite,
+    working_copies,
+)
 from asyncpipe.partitioner.verify import verify
 from asyncpipe.runtime.errors import CaptureError, PlanError
 from asyncpipe.runtime.plan.plan import read_plan
@@ -288,6 +294,22 @@ def test_a_model_that_does_not_run_with_other_numbers_is_compared_with_its_own(
     verified = verify(model, read_plan(tmp_path / "cut"), tmp_path / "cut", {"x": X})
     assert verified.noise is Noise.PARAMETERS and "with the original buffers" in verified.summary
     assert torch.equal(model.get_buffer("places"), torch.full((16,), 15.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite_is_seen(number: float, dtype: torch.dtype) -> None:
+    usual = torch.linspace(-1, 1, 1000, dtype=dtype)
+    whole = [
+        usual,
+        torch.zeros(0, 3),
+        torch.arange(3),
+        torch.tensor(torch.finfo(dtype).max, dtype=dtype),
+    ]
+    verify_finite(whole)
+    usual[17] = number
+    with pytest.raises(UnfitNoise):
+        verify_finite(whole)
 
 
 def test_noise_keeps_what_must_stay() -> None:
