@@ -1,10 +1,11 @@
-"""Writes the tables of throughput and of `auto` in docs/benchmarks.md from the committed results.
+"""Writes three tables of docs/benchmarks.md from the committed results: throughput, `auto`, and
+predictions.
 
 python benchmarks/tables.py
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -32,6 +33,14 @@ ROWS = {
     "gpipe": "`gpipe`",
     "torch GPipe": "torch's GPipe",
     "DDP": "torch's DDP",
+}
+PREDICTED = {
+    "bert-base-uncased": "bert-base",
+    "gpt.py:build": "GPT",
+    "llama.py:build": "Llama",
+    "t5.py:build": "T5",
+    "images.py:resnet": "ResNet",
+    "images.py:vit": "ViT",
 }
 
 
@@ -78,11 +87,38 @@ def _of_each(rates: Mapping[str, float], each: int) -> dict[str, float]:
     return {name.removesuffix(end): rate for name, rate in rates.items() if name.endswith(end)}
 
 
+def predictions() -> str:
+    """The table of predicted / measured - 1, for plans of two and of four stages."""
+    lines = [
+        "| | 2 stages: stages | step | memory | 4 stages: stages | step | memory |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    results = json.loads((HERE / "results" / "prediction.json").read_text())["rows"]
+    rows = {(row["model"], row["stages"]): row for row in results}
+    for model in dict.fromkeys(model for model, _ in rows):
+        cells = [
+            cell
+            for row in (rows[model, 2], rows[model, 4])
+            for cell in (
+                _range_of(row["stage_ms"]),
+                f"{row['step_ms']['error']:+.1%}",
+                _range_of(row["peak_mib"]),
+            )
+        ]
+        lines.append(f"| {PREDICTED.get(model, model)} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _range_of(figures: Sequence[Mapping[str, float]]) -> str:
+    errors = [figure["error"] for figure in figures]
+    return f"{min(errors):+.0%} to {max(errors):+.0%}"
+
+
 def written(page: str) -> str:
     """The page with the tables of the present results."""
     first, *rest = page.split(BEGIN)
     after = (part.partition(END)[2] for part in rest)
-    made = zip((throughput(), auto_schedules()), after, strict=True)
+    made = zip((throughput(), auto_schedules(), predictions()), after, strict=True)
     return first + "".join(f"{BEGIN}\n{table}\n{END}{text}" for table, text in made)
 
 
