@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import networkx as nx
@@ -445,3 +447,10 @@ def test_a_graph_of_a_deep_model_is_planned_and_proved_in_seconds():
     solution = solve(graph, stages=8, link=Link(0.01, 1e8), prefer_modules=0)
     assert solution.optimal and not math.isinf(solution.lower_bound_ms)
     assert solution.seconds < 15
+
+
+def test_the_solver_of_integer_programs_prints_nothing_itself() -> None:
+    """A line of its own in standard output would break `--json`; it may be printed once a
+    process."""
+    command = [sys.executable, "-c", "import highspy; highspy.Highs()"]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b""
