@@ -24,7 +24,10 @@ OPTIONAL = [
     for extra in PROJECT["project"]["optional-dependencies"].values()
     for text in extra
 ]
-CAPPED = {"cyclopts": "majors come fast, and change how commands are read"}
+CAPPED = {
+    "cyclopts": "majors come fast, and change how commands are read",
+    "highspy": "1.16 prints to standard output, whatever output_flag says",
+}
 """Those with an upper bound, and why."""
 
 PERMISSIVE = re.compile(

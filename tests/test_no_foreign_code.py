@@ -48,6 +48,7 @@ ALLOWED = {
     ("runtime/user_code.py", "import_module"): "code that the user has named",
     ("runtime/user_code.py", "exec_module"): "a file that the user has named or trusts",
     ("runtime/import_path.py", "sys.path"): "the one place that says where modules come from",
+    ("partitioner/loaded_code.py", "sys.path"): "names of files that could be imported, unread",
     ("__init__.py", "import_module"): "public names of our own",
     ("cli.py", "import_module"): "our commands",
     ("runtime/launch/worker.py", "import_module"): "a module that the starting process names",

@@ -56,6 +56,8 @@ from .rank import run_over_mpi
 _SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """The signals at which the agent ends all ranks."""
+_SETTLE_S = 0.3
+"""Seconds between the first failure and the look at all exit codes."""
 
 
 class RankAgent(LocalElasticAgent):
@@ -117,7 +119,10 @@ class RankAgent(LocalElasticAgent):
         their own."""
         ranks = self._pcontext
         assert isinstance(ranks, SubprocessContext)
-        codes = {rank: handler.proc.poll() for rank, handler in ranks.subprocess_handlers.items()}
+        codes = _exit_codes(ranks)
+        if any(code and code > 0 for code in codes.values()):
+            time.sleep(_SETTLE_S)  # a killed rank ends after its peers have seen it go
+            codes = _exit_codes(ranks)
         failed = {rank: code for rank, code in codes.items() if code}
         if 0 in codes.values():
             failed |= {rank: 0 for rank in self._unfinished() if codes[rank] == 0}
@@ -128,6 +133,11 @@ class RankAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+
+def _exit_codes(ranks: SubprocessContext) -> dict[int, int | None]:
+    """The exit code of each rank; None while it runs."""
+    return {rank: handler.proc.poll() for rank, handler in ranks.subprocess_handlers.items()}
 
 
 @contextmanager

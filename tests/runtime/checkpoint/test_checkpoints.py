@@ -37,6 +37,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "gap-aware": {"staleness": "stash+gap-aware"},
     "gap-aware-activations": {"staleness": "stash+gap-aware-activations"},
     "gap-aware-loss": {"recompute": "all"},
+    "hidden-delay-rate": {"optimizer": "muon"},
     "dc-asgd": {"staleness": "stash+dc-asgd"},
     "dc-asgd-adaptive": {"staleness": "stash+dc-asgd-adaptive"},
     "schedule-aware": {"staleness": "lwp+schedule-aware"},

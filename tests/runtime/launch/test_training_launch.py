@@ -12,14 +12,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncpipe.runtime.config.settings import Settings
-from asyncpipe.runtime.distributed.failure import Failure, RankFolder, failure_of
+from asyncpipe.runtime.distributed.failure import Failure, RankError, RankFolder, failure_of
 from asyncpipe.runtime.errors import AsyncPipeError, TransportError
+from asyncpipe.runtime.launch.local import RankAgent
 from asyncpipe.runtime.monitoring.run_files import read_run
 from asyncpipe.tests.support.models.hand_folders import FAILING, write_mlp, write_text
 from asyncpipe.tests.support.processes.quick_python import bin_folder, run
@@ -269,6 +271,29 @@ def test_a_killed_rank_comes_before_all(tmp_path: Path) -> None:
     folder.mark_step(3, 11)
     cause = folder.first_cause({0: 1, 3: -9}, {3: " (stage 3)"})
     assert cause.what == "rank 3 (stage 3) was killed by SIGKILL at step 12."
+
+
+def test_a_killed_rank_that_ends_after_the_rank_that_misses_it_is_seen(tmp_path: Path) -> None:
+    """Linux closes the connections of a process first; then it may take long to free its memory."""
+    seen: list[dict[int, int]] = []
+
+    def on_failure(failed: Mapping[int, int]) -> None:
+        seen.append(dict(failed))
+        raise RankError("over")
+
+    code = (
+        "import os, signal, sys, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    sys.exit(1)\n"
+        "time.sleep(0.15)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    agent = RankAgent(
+        ("-S", "-c", code), 2, tmp_path, restarts=0, on_failure=on_failure, unfinished=dict
+    )
+    with pytest.raises(RankError, match="over"):
+        agent.finish()
+    assert seen == [{0: 1, 1: -signal.SIGKILL}]
 
 
 def test_the_earliest_consequence_stands_when_there_is_no_other_cause(tmp_path: Path) -> None:
