@@ -86,7 +86,7 @@ def measure(spec: str, model_args: dict[str, Any], rounds: int, steps: int) -> d
             for name in sorted(runs, reverse=bool(number % 2)):
                 output = place / f"{name}-{number}"
                 runs[name].append(step_of(place / "made", output, steps, name == "compiled"))
-        model_s = first_step_of_model(source, place / "of the model")
+        model_s = first_step_of_model(source, place / "kernels_of_the_model")
     pairs = list(zip(runs["compiled"], runs["plain"], strict=True))
     ratios = [ours["step_ms"] / its["step_ms"] for ours, its in pairs]
     difference = max(
