@@ -3,9 +3,9 @@
 Runs of `asyncpipe.train` with and without `--compile` alternate, so that the load of the machine
 affects both alike. A step's time is the median of a run without its first step, and the ratio the
 median over the rounds of compiled to plain. The cache of compiled kernels is empty at the first
-compiled run, and kept afterwards: its first step is listed for each round. Beside them is what a
-user of the plain model waits for: the first step of `torch.compile` of the whole model with one
-micro-batch, in one process with an empty cache.
+compiled run, and kept afterwards: its first step is listed for each round. The first step of
+`torch.compile` of the whole model, with one micro-batch in one process and an empty cache, is
+measured for comparison.
 
     python benchmarks/compiled.py --rounds 3
 """

@@ -245,3 +245,20 @@ def test_few_results_are_kept(kept: KeptResults, generated: Path, tmp_path: Path
     assert len(names) == 32 and "39" in names and "key" not in names
     facts = json.loads((results / "39" / "facts.json").read_text())
     assert str(Path(loaded_code.__file__)) in facts["files"]
+
+
+def test_a_configuration_that_the_printed_model_does_not_show_is_part_of_the_key(
+    tmp_path: Path,
+) -> None:
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 64}
+    config |= {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16}
+    config |= {"bos_token_id": 0, "eos_token_id": 0}
+    folder, sources = tmp_path / "gpt", []
+    folder.mkdir()
+    for scales in (False, True):
+        changed = config | {"scale_attn_by_inverse_layer_idx": scales}
+        (folder / "config.json").write_text(json.dumps(changed))
+        sources.append(load_model(str(folder), seq=8))
+    assert repr(sources[0].model) == repr(sources[1].model)
+    places = [KeptResults.of(source, OPTIONS, COMMAND) for source in sources]
+    assert all(places) and len({place._place for place in places if place}) == 2
