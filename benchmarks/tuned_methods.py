@@ -13,6 +13,7 @@ _P, _D, _PD = "stash+partial-gradient", "stash+delay-rate", "stash+partial-gradi
 _MD, _H = "stash+msnag+delay-rate", "stash+hidden-delay-rate"
 _PH = "stash+partial-gradient+hidden-delay-rate"
 _FARTHEST = Case("text", 8, 1, 5000)
+_A = "stash+gap-aware-activations"
 TUNED: tuple[tuple[Case, str, float, tuple[int, ...]], ...] = (
     (Case("digits", 8, 1), f"{_D}:muon,momentum=0.5 sync:muon,momentum=0.9", 0.01, (1,)),
     (Case("digits", 8, 8), f"{_PD}:muon,momentum=0.9", 0.01, (1,)),
@@ -77,5 +78,17 @@ TUNED: tuple[tuple[Case, str, float, tuple[int, ...]], ...] = (
     (_NEAR, "sync:adamw", 0.01, (1,)),
     (_NEAR, f"{_D}:adamw", 0.01, (1,)),
     (_NEAR, f"{_D}:adamw", 0.03, (1,)),
+    (_NEAR, "sync:adamw", 0.003, (1, 2, 3)),
+    (_NEAR, f"stash:adamw {_A}:adamw", 0.01, (1, 2, 3)),
+    (_NEAR, f"stash:adamw {_A}:adamw", 0.001, (1,)),
+    (_NEAR, f"stash:adamw {_A}:adamw", 0.003, (1,)),
+    (_NEAR, f"stash:adamw {_A}:adamw", 0.03, (1,)),
+    (_NEAR, "stash+gap-aware:adamw", 0.01, (1,)),
+    (_SHORT, f"{_A}:adamw", 0.001, (1, 2, 3)),
+    (_SHORT, "stash:adamw", 0.003, (1, 2, 3)),
+    (_SHORT, f"{_A}:adamw", 0.003, (1,)),
+    (_SHORT, f"stash:adamw {_A}:adamw", 0.01, (1,)),
+    (_SHORT, "stash:adamw", 0.001, (1,)),
+    (_SHORT, f"{_A}:adamw", 0.0003, (1,)),
 )
 """Case, methods, learning rate, seeds."""
