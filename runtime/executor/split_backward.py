@@ -4,9 +4,9 @@ While a forward runs inside `SplitBackward`, the functions that have a rule (`RU
 convolutions, embeddings) read their weights without a graph, so that B computes nothing for them; a
 hook at the result saves the gradient that arrives there. W makes the weights' gradients from it,
 with the kernels of autograd. Gradients from several uses of a weight are added latest first, and
-then to `.grad`, as autograd does. So B and W together equal an ordinary backward to the last bit,
-if the micro-batches' W run in the order of their B. Only a weight that is read by other functions
-as well gets its gradient in two additions.
+with the last one to `.grad`, as autograd does. So B and W together equal an ordinary backward to
+the last bit, if the micro-batches' W run in the order of their B. Only a weight that is read by
+other functions as well gets its gradient in two additions.
 
 All other weights get their gradient in B: norms, parameters with hooks, calls under
 torch.utils.checkpoint, torch.func or torch.compile. B and W are those of Qi et al., "Zero Bubble
@@ -19,6 +19,7 @@ arguments outside its scope; autograd then handles the call.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +53,12 @@ class WeightUse:
             yield self.weight, weight_part
         if bias_part is not None and self.bias is not None:
             yield self.bias, bias_part
+
+    @property
+    def trained(self) -> Iterator[Tensor]:
+        """The weight and the bias, as far as they need a gradient."""
+        both = (self.weight, self.bias)
+        return (each for each in both if each is not None and each.requires_grad)
 
     @property
     def bias_needs_grad(self) -> bool:
@@ -293,7 +300,8 @@ class SplitBackward(TorchFunctionMode):
 
     def backward(self) -> None:
         """W: adds to the weights' `.grad`, and releases what B saved."""
-        totals: dict[int, tuple[Tensor, Tensor]] = {}
+        left = Counter(id(weight) for call, *_ in self._put_aside for weight in call.trained)
+        totals: dict[int, Tensor] = {}
         self._put_aside.reverse()
         with torch.no_grad():
             while self._put_aside:
@@ -303,11 +311,7 @@ class SplitBackward(TorchFunctionMode):
                         "a tensor that the gradient of a weight is made of was written to in "
                         "place after it was read"
                     )
-                for weight, part in call.gradients(gradient):
-                    before = totals.get(id(weight))
-                    totals[id(weight)] = weight, part if before is None else before[1] + part
-            for weight, total in totals.values():
-                _accumulate(weight, total)
+                _add_gradients(call, gradient, totals, left)
 
     def _is_split(self, call: WeightUse) -> bool:
         """True if a weight or bias needs a gradient, which must be weights, of a plain input."""
@@ -392,6 +396,21 @@ def _is_own(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and not (
         torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
+
+
+def _add_gradients(
+    call: WeightUse, gradient: Tensor, totals: dict[int, Tensor], left: Counter[int]
+) -> None:
+    """Adds the call's gradients to the sums of their weights, and the sum of a weight of which no
+    call is left to its `.grad`."""
+    for weight, part in call.gradients(gradient):
+        before = totals.pop(id(weight), None)
+        total = part if before is None else before + part
+        left[id(weight)] -= 1
+        if left[id(weight)]:
+            totals[id(weight)] = total
+        else:
+            _accumulate(weight, total)
 
 
 def _accumulate(weight: Tensor, gradient: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from asyncpipe.partitioner.profile.measure import counting
 from asyncpipe.runtime.executor.split_backward import SplitBackward
 
 Gradients = list[Tensor | None]
@@ -343,6 +344,21 @@ def test_the_graph_of_the_stage_is_gone_after_b_and_all_the_rest_after_w() -> No
     assert len(part._put_aside) == 2
     part.backward()
     assert part._put_aside == []
+
+
+def test_w_holds_one_fresh_gradient_at_a_time() -> None:
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    x = torch.randn(2, 64)
+    layers(x).sum().backward()
+    parts = SplitBackward(dict(layers.named_parameters()))
+    with parts:
+        result = layers(x).sum()
+    parts.open()
+    result.backward()
+    gradients = [weight.grad for weight in layers.parameters()]
+    with counting(torch.device("cpu"), [x, *layers.parameters(), *gradients]) as counted:
+        parts.backward()
+    assert counted.peak <= 1.1 * layers[0].weight.nbytes
 
 
 def test_a_lost_gradient_would_be_seen() -> None:
