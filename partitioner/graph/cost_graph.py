@@ -16,6 +16,11 @@ variable, which in generated code, as in the author's, is later than its last re
 - a value that the author named lives until its function returns or the name gets another value
 - a value without a name lives until it is read; in an expression too long for a line it lives
   until the value computed from it is read, because part of the expression gets a variable
+
+A backward runs in reverse order and frees what it has read. When it comes to the gradient of an
+embedding at the beginning of a model, the activations of the micro-batch are gone. So an operation
+before which next to nothing is saved does not count beside them: its need is among `live_bytes`
+(`_held`).
 """
 
 from __future__ import annotations
@@ -53,8 +58,7 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
     output_bytes, buffer_bytes: sizes of its result and of its buffers
     parameters or param_bytes: {name: bytes} or their sum
     frozen: {name: bytes} of parameters without gradient
-    saved or saved_bytes: {storage: bytes} kept for backward, or their sum
-    saved_as: {tensor: storage that it is in}
+    saved or saved_bytes, saved_as: {storage: bytes} for backward or their sum, {tensor: storage}
     transient_bytes: additional need while it runs; by default `output_bytes`
     live_bytes: values without gradient that are held while it runs
     modules, block, label: enclosing modules from the block inwards; the block; a text for people
@@ -72,6 +76,7 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
     position, nodes = {group: n for n, group in enumerate(groups)}, [graph.nodes[n] for n in groups]
     forward, backward = _costs(graph, groups, "forward_ms"), _costs(graph, groups, "backward_ms")
     values = _values(graph, position, has_backward=bool(backward.any()))
+    saved, transient_bytes, live_bytes = _held(nodes)
     transfer_ms = np.array([value.transfer_ms(link) for value in values], dtype=np.float64)
     return Costs(
         name=str(graph.graph.get("name", "the graph")),
@@ -86,11 +91,11 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
         receive_ms=transfer_ms,
         duplex=link.duplex,
         parameters=_shared_bytes(map(_parameters_of, nodes)),
-        saved=_shared_bytes(map(_saved, nodes)),
+        saved=saved,
         frozen=_shared_bytes(map(_frozen, nodes)),
         buffer_bytes=_costs(graph, groups, "buffer_bytes"),
-        transient_bytes=np.array([*map(_transient, nodes)], dtype=np.float64),
-        live_bytes=np.array([node.get("live_bytes", 0) for node in nodes], dtype=np.float64),
+        transient_bytes=transient_bytes,
+        live_bytes=live_bytes,
         modules=tuple(tuple(node.get("modules", ())) for node in nodes),
         blocks=tuple(node.get("block", "") for node in nodes),
         has_params=np.array([bool(_parameters_of(node) or _frozen(node)) for node in nodes]),
@@ -164,6 +169,27 @@ def _saved(node: Mapping[str, Any]) -> Mapping[str, int]:
 
 def _transient(node: Mapping[str, Any]) -> float:
     return float(node.get("transient_bytes", node.get("output_bytes", 0)))
+
+
+_NEXT_TO_NOTHING = 1 / 8
+"""The share of its need that a model may save up to an opening operation, itself included."""
+
+
+def _held(
+    nodes: Sequence[Mapping[str, Any]],
+) -> tuple[tuple[SharedBytes, ...], Floats, Floats]:
+    """`saved`, `transient_bytes` and `live_bytes` of the groups. The need of an opening operation
+    is moved to the live bytes, together with all that groups up to it save."""
+    saved = _shared_bytes(map(_saved, nodes))
+    transient = np.array([*map(_transient, nodes)], dtype=np.float64)
+    live = np.array([node.get("live_bytes", 0) for node in nodes], dtype=np.float64)
+    first_saved = np.zeros(len(nodes))
+    for shared in saved:
+        first_saved[shared.groups[0]] += shared.num_bytes
+    before = np.cumsum(first_saved)
+    is_opening = before <= _NEXT_TO_NOTHING * transient
+    held = np.maximum(live, transient + before)
+    return saved, np.where(is_opening, 0.0, transient), np.where(is_opening, held, live)
 
 
 def _times_on(graph: nx.DiGraph, groups: Sequence[Any]) -> dict[str, tuple[Floats, Floats]]:

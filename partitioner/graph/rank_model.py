@@ -11,7 +11,8 @@ Position j of k is the j-th rank of the pipeline. For one micro-batch
                 replicas that share out state less of it (`shares.py`)
               + params that need no gradient
               + W_j x saved, or W_j x received + saved with recomputation
-              + boundary tensors in transit + the largest additional need of one operation
+              + boundary tensors in transit + the largest additional need of one operation, which
+                for the first operations of a model is beside one micro-batch less (`cost_graph.py`)
 
 with W_j micro-batches in flight. Boundary tensors in transit are
 

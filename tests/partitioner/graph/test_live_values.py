@@ -1,4 +1,5 @@
-"""A plan's live values of a forward without gradients are those that its generated code holds."""
+"""A plan counts the values that are alive together: those of a forward without gradients, and what
+backward has not freed yet when it comes to the first operation of a model."""
 
 from __future__ import annotations
 
@@ -79,3 +80,41 @@ def test_variables_of_a_frozen_stage_are_counted(
         stage(x)
     assert not plan.stages[0].recompute and plan.stages[0].memory.activations == 0
     assert 0.99 * counted.peak <= plan.stages[0].memory.transient <= 1.3 * counted.peak
+
+
+class Tokens(nn.Module):
+    """A table of as many bytes as several micro-batches save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1024, WIDTH)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("samples", [16, 64, 256])
+def test_the_gradient_of_an_embedding_comes_when_the_activations_are_gone(
+    samples: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(1024, (samples,))
+    asyncpipe.partition(
+        Tokens(), {"tokens": tokens}, stages=2, cut_at=["head"], output=tmp_path / "2p",
+        profile="analytic", schedule="gpipe", micro_batches=2,
+    )  # fmt: skip
+    plan = read_plan(tmp_path / "2p")
+    stage = load_stage(tmp_path / "2p", plan, 0)
+    stage(tokens).sum().backward()  # makes the gradients that the next ones are added to
+    state = [tokens, *stage.parameters(), *(weight.grad for weight in stage.parameters())]
+    with counting(torch.device("cpu"), state) as counted:
+        results = [stage(tokens) for _ in range(2)]
+        for result in results:
+            result.backward(torch.ones_like(result))
+    memory = plan.stages[0].memory
+    assert memory.activations + memory.transient == pytest.approx(counted.peak, rel=0.1)
