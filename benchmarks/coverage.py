@@ -14,6 +14,7 @@ with dropout off, as that front end promises.
     python benchmarks/coverage.py
     python benchmarks/coverage.py --tasks masked image --only bert
     python benchmarks/coverage.py --again benchmarks/results/coverage.json --only Seamless
+    python benchmarks/coverage.py --device cuda --only Llama
 
 `--again FILE` repeats only the rows of an earlier result that were not exact, and keeps the others.
 """
@@ -29,6 +30,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,7 @@ COLUMNS = (*(f"{stages} stages" for stages in STAGES), PEER)
 OUTCOMES = ("exact", "refused", "wrong")
 
 
-def examine(case: tuple[str, str]) -> dict[str, Any]:
+def examine(device: str, case: tuple[str, str]) -> dict[str, Any]:
     """The row of one model: `reason` if it cannot train by itself, else the outcome of each cut."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -76,7 +78,7 @@ def examine(case: tuple[str, str]) -> dict[str, Any]:
         return {"reason": sentence(error)}
     row: dict[str, Any] = {"attempt": recipe.attempt}
     for stages in STAGES:
-        row[f"{stages} stages"] = outcome(cut, recipe, stages)
+        row[f"{stages} stages"] = outcome(cut, recipe, stages, device)
     row[PEER] = outcome(peer, recipe)
     return row | {"cpu_s": round(time.process_time() - started, 1)}
 
@@ -93,12 +95,15 @@ def outcome(check: Callable[..., None], *arguments: Any) -> str:
     return "exact"
 
 
-def cut(recipe: Recipe, stages: int) -> None:
+def cut(recipe: Recipe, stages: int, device: str) -> None:
+    def on_device(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.to(device) for name, value in inputs.items()}
+
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "made"
         asyncpipe.partition(
-            recipe.build().train(),
-            recipe.inputs(),
+            recipe.build().to(device).train(),
+            on_device(recipe.inputs()),
             stages=stages,
             output=folder,
             profile="analytic",
@@ -106,11 +111,11 @@ def cut(recipe: Recipe, stages: int) -> None:
         )
         plan = read_plan(folder)
         for sizes in (plan.sizes, None):  # None: others that the model takes
-            model = recipe.build().train()
-            with torch.no_grad():
-                model(**recipe.inputs())  # Some make tables for the size of their first call.
+            model = recipe.build().to(device).train()
+            with torch.no_grad():  # Some make tables for the size of their first call.
+                model(**on_device(recipe.inputs()))
             try:
-                verify(model, plan, folder, recipe.inputs(seed=2), sizes=sizes)
+                verify(model, plan, folder, on_device(recipe.inputs(seed=2)), sizes=sizes)
             except Exception as error:
                 raise Wrong(
                     f"at {dict(sizes) if sizes else 'other sizes'}: {sentence(error)}"
@@ -202,6 +207,7 @@ def main() -> None:
         "--only", default="", help="only models whose name or class contains this text"
     )
     parser.add_argument("--again", type=Path, help="result file whose other rows are kept")
+    parser.add_argument("--device", default="cpu", help="the device of the models and inputs")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     earlier = json.loads(arguments.again.read_text()) if arguments.again else {"rows": []}
@@ -215,8 +221,9 @@ def main() -> None:
     ]
     started = time.perf_counter()
     rows = dict(kept)
+    examined = partial(examine, arguments.device)
     for run, (case, answer) in enumerate(
-        each(examine, work, processes=arguments.processes, limit_s=20 * LIMIT_S), start=1
+        each(examined, work, processes=arguments.processes, limit_s=20 * LIMIT_S), start=1
     ):
         row = {"task": case[0], "class": case[1]}
         if isinstance(answer, Died):
@@ -236,7 +243,8 @@ def main() -> None:
             "transformers": transformers.__version__,
             "minutes": round(earlier.get("minutes", 0) + minutes, 1),
         }
-        write_result("coverage", {**versions, "counts": counts, "rows": ordered})
+        name = "coverage" if arguments.device == "cpu" else f"coverage_{arguments.device}"
+        write_result(name, {**versions, "counts": counts, "rows": ordered})
 
 
 if __name__ == "__main__":

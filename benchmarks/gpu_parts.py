@@ -157,14 +157,13 @@ def _measured_links(device: str) -> list[str]:
 
 
 def prediction(work: Work) -> None:
-    """Predicted and measured steps and memory. Ranks that share a GPU run one after the other
-    (`seq`), because the plan assumes a device for each rank."""
+    """Predicted and measured steps and memory. Ranks that share a GPU run the stages of 1f1b one
+    after the other (`seq`), because the plan assumes a device for each rank."""
     setting = work.setting
     schedule = "1f1b" if setting.gpus != 1 else "seq"
     for model in MODELS:
         with work.row(model) as row:
-            options = {"schedule": schedule, "micro_batches": setting.micro_batches}
-            folder = work.plan(model, 2, measured=True, **options)
+            folder = work.plan(model, 2, measured=True, micro_batches=setting.micro_batches)
             run = work.train(folder, 2, schedule=schedule)
             peaks = run.records.start["predicted"]["peak_bytes"]
             figures = figures_of(run)

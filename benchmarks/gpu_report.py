@@ -12,6 +12,7 @@ named, with the command that repeats them. Sizes follow the memory of the GPUs.
 import argparse
 import faulthandler
 import json
+import math
 import multiprocessing
 import os
 import shlex
@@ -76,10 +77,10 @@ def _last_line(log: Path) -> str:
     return lines[-1][:300] if lines else "its start"
 
 
-def write_facts(device: str, answer: Path) -> None:
+def write_facts(device: str, most_gib: float, answer: Path) -> None:
     """The setting and the machine: asked in another process, as a process that has asked for GPUs
     cannot fork."""
-    setting = dry_setting() if device == "cpu" else setting_of_gpus()
+    setting = dry_setting() if device == "cpu" else setting_of_gpus(most_gib)
     answer.write_text(json.dumps({"setting": asdict(setting), "machine": describe()}))
 
 
@@ -106,8 +107,7 @@ def report_part(name: str, setting: Setting, output: Path, limit_s: float) -> di
     with suppress(OSError, json.JSONDecodeError):
         work.rows = json.loads(answer.read_text())
     command = ["python", "benchmarks/gpu_report.py", "--parts", name, "--output", str(output)]
-    if setting.is_dry:
-        command += ["--device", "cpu"]
+    command += ["--device", "cpu"] if setting.is_dry else ["--gib", f"{setting.scale.gib:g}"]
     return {
         "about": PARTS[name].about,
         "rows": work.rows,
@@ -134,13 +134,15 @@ def check(setting: Setting) -> None:
         )
 
 
-def run(names: Sequence[str], device: str, output: Path, minutes: float) -> dict[str, Any]:
+def run(
+    names: Sequence[str], device: str, output: Path, minutes: float, most_gib: float = math.inf
+) -> dict[str, Any]:
     """Runs the parts, and writes the report after each of them."""
     start_s = time.monotonic()
     output.mkdir(parents=True, exist_ok=True)
     facts = output / "parts" / "facts.json"
     facts.parent.mkdir(exist_ok=True)
-    if why := apart(write_facts, (device, facts), output / "logs" / "facts.log", 120.0):
+    if why := apart(write_facts, (device, most_gib, facts), output / "logs" / "facts.log", 120.0):
         sys.exit(f"error: the machine could not be described: {why}")
     report: dict[str, Any] = json.loads(facts.read_text())
     given = report["setting"]
@@ -171,9 +173,14 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path, default=Path("build/gpu-report"))
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument(
+        "--gib", type=float, default=math.inf, help="sizes of the models as for GPUs of this memory"
+    )
     arguments = parser.parse_args()
     FORKS.set_forkserver_preload(MODULES)
-    report = run(arguments.parts, arguments.device, arguments.output, arguments.minutes)
+    report = run(
+        arguments.parts, arguments.device, arguments.output, arguments.minutes, arguments.gib
+    )
     for failure in report["failures"]:
         print(f"{failure['part']}, {failure['row'] or 'the part'}: {failure['cause']}")
         print(f"  {failure['command']}")

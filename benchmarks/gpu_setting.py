@@ -83,10 +83,11 @@ def dry_setting() -> Setting:
     return Setting("cpu", 0, 0.0, DRY, micro_batches=4, steps=4)
 
 
-def setting_of_gpus() -> Setting:
-    """The setting for the GPUs that torch finds; without any, that of none."""
+def setting_of_gpus(most_gib: float) -> Setting:
+    """The setting for the GPUs that torch finds; without any, that of none. The models are as for
+    GPUs of at most `most_gib`."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     memory = [torch.cuda.get_device_properties(index).total_memory for index in range(count)]
     gib = min(memory, default=0) / 2**30
-    scale = next(scale for scale in SCALES if gib >= scale.gib)
+    scale = next(scale for scale in SCALES if min(gib, most_gib) >= scale.gib)
     return Setting("cuda", count, round(gib, 1), scale)

@@ -26,6 +26,8 @@ from asyncpipe.commands.in_python import RunResult
 from asyncpipe.runtime.errors import AsyncPipeError, root_of
 
 LEAST_ROW_S = 60.0
+_USUAL = {"schedule": "1f1b", "dtype": "float32", "ranks": None}
+"""Options whose plan is that without them, so that parts share plans."""
 
 
 class Refuted(Exception):
@@ -89,7 +91,7 @@ class Work:
         how: dict[str, Any] = {"profile": "analytic"}
         if measured:
             how = {"profile": "measured", "device": self.setting.device}
-        how |= options
+        how |= {name: value for name, value in options.items() if _USUAL.get(name, ...) != value}
         key = "_".join([model, *(f"{name}_{value}" for name, value in sorted(how.items()))])
         folder = self.folder / "plans" / key.replace("-", "_")
         if not (folder / "plan.json").exists():

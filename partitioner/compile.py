@@ -24,6 +24,7 @@ from ..runtime.schedule.builders import AUTO
 from .assemble_plan import PlanFacts, assemble
 from .capture.graph import refused_sizes
 from .capture.model_state import unchanged
+from .capture.sizes import stopped_gpu_named
 from .capture_and_profile import (
     Captured,
     Compilation,
@@ -103,7 +104,7 @@ def partition(
     """
     chosen = options_for("model", options)
     source = given_source(model, example_inputs, name)
-    with unchanged(model):
+    with stopped_gpu_named(), unchanged(model):
         return partition_source(source, chosen, on_phase=on_phase, on_progress=on_progress)
 
 

@@ -38,7 +38,7 @@ from ..runtime.process import keep_freed_memory
 from ..runtime.user_code import is_own_file, own_line
 from .capture import Capture, read_arguments
 from .capture.arguments import plain_structure
-from .capture.model_state import is_on_meta, without_cache
+from .capture.model_state import device_of, is_on_meta, without_cache
 from .graph.build import build_graph, stage_of_nodes, with_copies
 from .graph.problem import Problem
 from .graph.rematerialize import Prices, Recomputation
@@ -56,7 +56,6 @@ from .profile.profiler import (
     TIMED_UP_TO_MS,
     Profile,
     WholeTimes,
-    is_on,
     profile,
     profile_analytic,
 )
@@ -248,7 +247,8 @@ def profile_capture(
             "--calibrate fits a predicted profile to this machine, and this one is measured.",
             "Add --profile analytic, or leave --calibrate out.",
         )
-    device = options.device or "cpu"
+    own = device_of(captured.model).type
+    device = options.device or (own if own in _HERE else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise PlanError(
             "--device cuda: torch finds no CUDA device here to measure on.",
@@ -277,15 +277,13 @@ def cut_and_time(
 ) -> tuple[Profile, Cut]:
     """The cut for a profile, and the profile that agrees with the times of its stages.
 
-    The stages are timed as wholes where that is possible: the model is on the device that was
-    measured, takes at most `TIMED_UP_TO_MS` a micro-batch, and its stages can be written as code.
+    The stages are timed as wholes where that is possible: the model takes at most `TIMED_UP_TO_MS`
+    a micro-batch, its stages can be written as code, and the device has memory for them.
     """
     is_quick = measured.forward_ms + measured.backward_ms <= TIMED_UP_TO_MS
-    if measured.kind != "measured" or not is_quick:
+    if measured.kind != "measured" or not is_quick or is_on_meta(captured.model):
         return measured, cut(measured)
     device = torch.device(measured.device)
-    if not is_on(captured.model, device):
-        return measured, cut(measured)
     cache = ProfileCache.of(
         device,
         measured.threads,
@@ -295,6 +293,7 @@ def cut_and_time(
 
     def time(timed_cut: Cut) -> Sequence[WholeTimes]:
         timing = StageTiming(
+            device=device,
             at_once=_at_once(timed_cut, measured),
             threads=measured.threads,
             dtype=measured.dtype,
@@ -309,7 +308,8 @@ def cut_and_time(
 
     try:
         costs, chosen = refined(cut, measured, time)
-    except PlanError:  # The code generator reports code that cannot be written.
+    # The code generator reports code that it cannot write; a GPU may have no room for a stage.
+    except (PlanError, torch.OutOfMemoryError):
         return measured, cut(measured)
     cache.save()
     return costs, chosen

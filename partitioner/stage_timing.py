@@ -31,6 +31,7 @@ from torch import Tensor, fx, nn
 from ..runtime.executor.loading import SkipRandomInit
 from ..runtime.user_code import hashed_name, import_file
 from .capture import Capture
+from .capture.model_state import device_of
 from .codegen import Header, extra_tensors, generate
 from .profile.cache import (
     ProfileCache,
@@ -54,6 +55,7 @@ _LEAST, _MOST = 2, 24  # micro-batches of a lap
 class StageTiming:
     """The conditions under which stages are timed.
 
+    device: where the stages compute; None for the model's device
     at_once: the number of stages that compute at the same time on this machine's cores
     threads: threads of each stage; None for torch's own number
     dtype: the dtype of a rank's computations
@@ -63,6 +65,7 @@ class StageTiming:
     content: identifies the computation of each node in the cache
     """
 
+    device: torch.device | None = None
     at_once: int = 1
     threads: int | None = None
     dtype: str = "float32"
@@ -79,7 +82,7 @@ def time_stages(
     *,
     on_progress: OnProgress | None = None,
 ) -> tuple[WholeTimes, ...]:
-    """Runs each stage on the model's device, and returns its usual times.
+    """Runs each stage on the device, and returns its usual times.
 
     The inputs are those of the capture, at the size of one micro-batch. `in_flight` is the number
     of micro-batches that each stage holds between forward and backward. The model is unchanged
@@ -109,10 +112,12 @@ def time_stages(
 
 def _benches(captured: Capture, stages: Sequence[StageGraph], timing: StageTiming) -> list[_Bench]:
     """The stages, each with the inputs that it receives."""
-    device = next(captured.model.parameters()).device
-    values = {name: value.clone() for name, value in captured.arguments.tensors.items()}
+    device = timing.device or device_of(captured.model)
+    values = {
+        name: value.to(device, copy=True) for name, value in captured.arguments.tensors.items()
+    }
     benches = []
-    for stage, module in zip(stages, _modules(captured, stages), strict=True):
+    for stage, module in zip(stages, _modules(captured, stages, device), strict=True):
         benches.append(_Bench(captured, stage, module, values, device, timing.dtype))
         values |= benches[-1].sent()
     return benches
@@ -218,8 +223,11 @@ def _ratio(whole_ms: float, parts_ms: float) -> float:
     return max(0.0, whole_ms) / parts_ms if parts_ms else 1.0
 
 
-def _modules(captured: Capture, stages: Sequence[StageGraph]) -> list[nn.Module]:
-    """The stages as they are generated, on the model's own parameters."""
+def _modules(
+    captured: Capture, stages: Sequence[StageGraph], device: torch.device
+) -> list[nn.Module]:
+    """The stages as they are generated, on the model's own parameters if those are on the device,
+    otherwise on copies."""
     files = generate(captured, stages, Header(model="", command="", version=""))
     constants = extra_tensors(captured, stages)
     modules: list[nn.Module] = []
@@ -230,7 +238,7 @@ def _modules(captured: Capture, stages: Sequence[StageGraph]) -> list[nn.Module]
             code = import_file(path, hashed_name("asyncpipe_timed", path))
             modules.append(getattr(code, f"Stage{stage.index}")())
     for module in modules:
-        adopt(module, captured.model, constants)
+        adopt(module, captured.model, constants, device)
     return modules
 
 
@@ -292,7 +300,7 @@ class _Bench:
         device: torch.device,
         dtype: str,
     ) -> None:
-        self.stage, self.module = stage, module.to(device).train()
+        self.stage, self.module = stage, module.train()
         self.device, self.dtype = device, dtype
         self.clock: Clock = clock_of(device)
         self.received = [values[_name(node)] for node in stage.inputs]
@@ -363,18 +371,36 @@ def _roots(captured: Capture, stage: StageGraph) -> list[str]:
     return [_name(node) for node in stage.outputs if node in later | ends and _learns(node)]
 
 
-def adopt(stage: nn.Module, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
-    """Gives the stage the model's own parameters and copies of its buffers and constants."""
-    for name, _ in list(stage.named_parameters(remove_duplicate=False)):
-        path, _, leaf = name.rpartition(".")
-        setattr(stage.get_submodule(path), leaf, model.get_parameter(name))
+def adopt(
+    stage: nn.Module,
+    model: nn.Module,
+    constants: Mapping[str, Tensor],
+    device: torch.device | None = None,
+) -> None:
+    """Gives the stage the model's own parameters and copies of its buffers and constants, on the
+    device, by default the model's. Parameters that are elsewhere are copied there."""
+    device = device or device_of(model)
+    own = dict(model.named_parameters(remove_duplicate=False))
     given = {**dict(model.named_buffers(remove_duplicate=False)), **constants}
+    moved: dict[int, Tensor] = {}
+    for name, _ in list(stage.named_parameters(remove_duplicate=False)):
+        there = own[name].to(device)
+        if there is not own[name]:
+            there = moved.setdefault(
+                id(own[name]), nn.Parameter(there.detach(), own[name].requires_grad)
+            )
+        _put(stage, name, there)
     with torch.no_grad():
         for name, buffer in list(stage.named_buffers()):
             if name not in given:  # the stage's constructor makes it
-                continue
-            if buffer.shape != given[name].shape:  # a forward has replaced it
-                path, _, leaf = name.rpartition(".")
-                setattr(stage.get_submodule(path), leaf, given[name].clone())
+                _put(stage, name, buffer.to(device))
+            elif buffer.shape != given[name].shape or buffer.device != device:
+                # A forward has replaced it, or the constructor has made it on the CPU.
+                _put(stage, name, given[name].to(device, copy=True))
             else:
                 buffer.copy_(given[name])
+
+
+def _put(stage: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(stage.get_submodule(path), leaf, tensor)

@@ -52,7 +52,9 @@ def test_every_failure_on_a_pretended_gpu_is_named(gpu_report: ModuleType, tmp_p
     assert [failure["part"] for failure in failures] == list(gpu_report.PARTS)
     for failure in failures:
         assert "Torch not compiled with CUDA enabled" in failure["cause"]
-        again = f"python benchmarks/gpu_report.py --parts {failure['part']} --output {tmp_path}"
+        again = (
+            f"python benchmarks/gpu_report.py --parts {failure['part']} --output {tmp_path} --gib 0"
+        )
         assert failure["command"] == again
         assert f"**{failure['part']}, {failure['row']}**: {failure['cause']}" in page
         assert again in page and again in done.stdout

@@ -24,6 +24,7 @@ from .model_state import (
     Noise,
     UnfitNoise,
     WorkingCopies,
+    device_of,
     in_mode,
     seed_all,
     unchanged,
@@ -84,8 +85,7 @@ class _Check:
         is_own: bool,
     ) -> None:
         model = capture.model
-        tensors = [*model.parameters(), *model.buffers()]
-        device = tensors[0].device if tensors else torch.device("cpu")
+        device = device_of(model)
         self._capture, self._copies, self._is_own = capture, copies, is_own
         self._small = sum(p.numel() for p in model.parameters()) < MAX_PARAMETERS_WITH_GRADIENTS
         self._real = {name: real(value, device) for name, value in inputs.items()}
@@ -322,13 +322,13 @@ def total_of(outputs: Mapping[str, Tensor]) -> Tensor:
     for path, value in outputs.items():
         if "loss" in path and value.dim() == 0 and value.requires_grad:
             return value
-    return torch.stack(
-        [
-            (value.double() * torch.linspace(0.5, 1.5, value.numel()).view_as(value)).mean()
-            for value in outputs.values()
-            if value.requires_grad
-        ]
-    ).sum()
+    terms = [_weighted(value) for value in outputs.values() if value.requires_grad]
+    return torch.stack(terms).sum()
+
+
+def _weighted(value: Tensor) -> Tensor:
+    weights = torch.linspace(0.5, 1.5, value.numel(), device=value.device)
+    return (value.double() * weights.view_as(value)).mean()
 
 
 def detached(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
@@ -196,6 +197,12 @@ def silent() -> Iterator[None]:
         for logger, level in zip(loggers, levels, strict=True):
             logger.level = level
         loggers[0].setLevel(levels[0])
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the first parameter or buffer; the CPU for a model without any."""
+    tensors = chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def is_on_meta(model: nn.Module) -> bool:

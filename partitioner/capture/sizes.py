@@ -13,6 +13,7 @@ itself refuses are not used to test its stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -104,6 +105,27 @@ def larger_sizes(sizes: Mapping[str, int], *, all_of_them: bool) -> list[dict[st
     return [*([larger] if all_of_them and sizes else []), *of_batch]
 
 
+class GpuStoppedError(CaptureError):
+    """The model has stopped its GPU: no later work of the process succeeds there."""
+
+    def __init__(self, error: torch.AcceleratorError, sizes: Mapping[str, int]) -> None:
+        reason = str(error).partition("\n")[0]
+        super().__init__(
+            f"the model stopped its GPU{sizes_text(sizes, ' at ')}: {reason}.",
+            "Partition it on the CPU, which names the line: model.cpu(). asyncpipe-train --device "
+            "cuda moves the stages to GPUs.",
+        )
+
+
+@contextmanager
+def stopped_gpu_named() -> Iterator[None]:
+    """Raises GpuStoppedError if the block stops a GPU."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise GpuStoppedError(error, {}) from error
+
+
 def dynamic_of(inputs: Sequence[TensorSpec]) -> Dynamic:
     """The symbol of each free dimension of a plan's or a capture's inputs."""
     return {
@@ -116,6 +138,8 @@ def refused_by_model(
     model: nn.Module, sizes: Mapping[str, int], error: Exception
 ) -> tuple[str, str]:
     """Error and cure for a model that fails on its own example."""
+    if isinstance(error, GpuStoppedError):
+        return error.what, error.cure
     message = str(error).strip().split("\n")[0]
     return (
         f"{type(model).__name__} itself raises {type(error).__name__} on its example inputs"
@@ -166,10 +190,24 @@ def accepted(
     dims: Dynamic,
     sizes: Mapping[str, int],
 ) -> Sample[Attempted] | None:
-    """The inputs of these sizes, if `attempt` accepts them without an exception."""
+    """The inputs of these sizes, if `attempt` accepts them without an exception.
+
+    On a GPU only the batch may be larger than that of `inputs`: an index beyond a table, such as
+    that of a position, stops all later work of the process there. Raises GpuStoppedError if one
+    does.
+    """
+    if any(
+        inputs[name].is_cuda and symbol != BATCH and sizes[symbol] > inputs[name].shape[dim]
+        for name, named in dims.items()
+        if name in inputs
+        for dim, symbol in named.items()
+    ):
+        return None
     for tensors in _orders(inputs, dims, sizes):
         try:
             return Sample(dict(sizes), tensors, attempt(tensors))
+        except torch.AcceleratorError as error:
+            raise GpuStoppedError(error, sizes) from error
         except Exception:  # The model has rules for its inputs: try others.
             continue
     return None

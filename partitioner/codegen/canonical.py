@@ -432,14 +432,14 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
 
 
 def _is_everything(index: Any) -> bool:
-    if not isinstance(index, slice):
-        return False
-    return index.start in (None, 0) and index.stop is None and index.step is None
+    is_slice = isinstance(index, slice)
+    return is_slice and index.start in (None, 0) and index.stop is None and index.step is None
 
 
 def _without_device(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `x.to(...)` without the device, which is the device of `x` already."""
-    if any(isinstance(argument, LocalDevice) for argument in node.args[2:]):
+    """The arguments of `x.to(...)` without the device, unless `x` is on another one."""
+    is_moved = node.args[0].meta["val"].device != node.meta["val"].device
+    if is_moved or any(isinstance(argument, LocalDevice) for argument in node.args[2:]):
         return node.args, dict(node.kwargs)
     args = tuple(argument for argument in node.args if not isinstance(argument, LocalDevice))
     kwargs = {

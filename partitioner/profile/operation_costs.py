@@ -332,7 +332,9 @@ def made_up(node: fx.Node, resolved: Callable[[Any], Any]) -> Any:
         return results if isinstance(value, Mapping) else [*results.values()]
     if isinstance(value, Tensor):
         shape = node.meta.get("example") or resolved(node.meta["shape"])
-        return torch.empty(shape, dtype=value.dtype, requires_grad=value.requires_grad)
+        return torch.empty(
+            shape, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad
+        )
     return node.meta.get("example")
 
 

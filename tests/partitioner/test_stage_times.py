@@ -124,6 +124,15 @@ def test_every_stage_is_timed_and_the_model_left_as_it_was(name: str, at_once: i
     assert all(torch.equal(before[key], value) for key, value in given.items())
 
 
+def test_stages_of_a_model_on_the_cpu_are_timed_on_the_device() -> None:
+    captured = of_zoo("gpt2")
+    cut = cutter(captured, 2)(profile_analytic(captured, captured.arguments.tensors))
+    timing = StageTiming(device=torch.device("meta"), enough_ms=0.0)
+    times = time_stages(cut.captured, cut.stages, (2, 1), timing)
+    assert len(times) == 2 and all(time.forward_ms > 0 for time in times)
+    assert not any(parameter.is_meta for parameter in captured.model.parameters())
+
+
 def test_a_stage_is_timed_again_where_another_number_computes_beside_it(tmp_path: Path) -> None:
     captured = of_zoo("mlp")
     given = captured.arguments.tensors
