@@ -13,6 +13,7 @@ _P, _D, _PD = "stash+partial-gradient", "stash+delay-rate", "stash+partial-gradi
 _MD, _H = "stash+msnag+delay-rate", "stash+hidden-delay-rate"
 _PH = "stash+partial-gradient+hidden-delay-rate"
 _FARTHEST = Case("text", 8, 1, 5000)
+_B = "betas=0.95/0.9"
 _A = "stash+gap-aware-activations"
 TUNED: tuple[tuple[Case, str, float, tuple[int, ...]], ...] = (
     (Case("digits", 8, 1), f"{_D}:muon,momentum=0.5 sync:muon,momentum=0.9", 0.01, (1,)),
@@ -28,6 +29,16 @@ TUNED: tuple[tuple[Case, str, float, tuple[int, ...]], ...] = (
     (_WIDE, f"{_PH}:muon,momentum=0.9", 0.03, (1, 2)),
     (_DEEP_1, f"{_H}:muon,momentum=0.5", 0.03, (1,)),
     (_LONG, f"{_PD}:muon,momentum=0.9 sync:muon,momentum=0.9", 0.03, (2, 1, 3, 4)),
+    (_FAR, f"{_H}:muon,momentum=0.8,{_B}", 0.03, (1, 2, 3, 4, 5, 6)),
+    (_FAR, f"sync:muon,momentum=0.9,{_B}", 0.03, (1, 2, 3, 4, 5, 6)),
+    (_FAR, "sync:muon,momentum=0.9", 0.03, (1, 2, 3, 4, 5, 6)),
+    (_FAR, f"{_H}:muon,momentum=0.65,{_B}", 0.03, (1,)),
+    (_NEAR, f"{_H}:muon,momentum=0.8,{_B} sync:muon,momentum=0.9,{_B}", 0.03, (1, 2, 3)),
+    (_FARTHEST, f"{_H}:muon,momentum=0.8,{_B}", 0.03, (1, 2)),
+    (_DEEP_1, f"{_H}:muon,momentum=0.8,{_B} {_H}:muon,momentum=0.65,{_B}", 0.03, (1,)),
+    (_SHORT, f"{_P}:adamw", 0.003, (1, 2, 3)),
+    (_BETWEEN, f"{_P}:adamw", 0.003, (1, 2)),
+    (Case("text", 4, 4), f"{_P}:adamw", 0.003, (1,)),
     (_DEEP_4, f"{_PD}:muon,momentum=0.9 {_D}:muon,momentum=0.5", 0.03, (1,)),
     (_NEAR, f"{_D}:muon,momentum=0.5 sync:muon,momentum=0.9", 0.06, (1, 2, 3)),
     (_NEAR, f"sync:muon,momentum=0.9 {_D}:muon,momentum=0.5", 0.03, (1, 2, 3)),

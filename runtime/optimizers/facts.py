@@ -55,7 +55,9 @@ class OptimizerFacts:
     predicted: bool = False
     """`staleness/prediction.py` has the formula of its steps without gradients."""
     recommended_to_predict: bool = False
-    """Prediction and `delay-rate` lowered losses (docs/asynchronous-evidence.md)."""
+    """`partial-gradient` lowered losses (docs/asynchronous-evidence.md)."""
+    recommended_to_slow: bool = False
+    """So did `delay-rate` and `hidden-delay-rate`."""
     known_step_sizes: bool = False
     """The size of its steps follows from its state (`staleness/step_sizes.py`)."""
     timed_as: str | None = None
@@ -105,6 +107,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             state=_MOMENTS,
             adam_moments=True,
             predicted=True,
+            recommended_to_predict=True,
             known_step_sizes=True,
             smaller=_SMALLER_THAN_ADAM,
         ),
@@ -165,6 +168,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             state=_MOMENTUM,
             predicted=True,
             recommended_to_predict=True,
+            recommended_to_slow=True,
             # Steps as large as AdamW's, so that one learning rate is right for both.
             arguments={"adjust_lr_fn": "match_rms_adamw"},
             momentum=0.95,

@@ -8,6 +8,8 @@ part of training on stale weights, and every requirement must be met.
     optimizer       no delay    late, k > 1                          late, k = 1
     muon            stash       stash+partial-gradient+delay-rate    stash+hidden-delay-rate
     with replicas   stash       stash+msnag+delay-rate               stash+hidden-delay-rate
+    adamw           stash       stash+partial-gradient               stash
+    with replicas   stash       stash                                stash
     all others      stash       stash                                stash
 
 k is the number of micro-batches of a step; with more than one, a part of the next gradient is known
@@ -381,14 +383,20 @@ def recommended(
     momentum: float = 0.95,
     replicas: int = 1,
 ) -> str:
-    """The recommended methods, joined by +, for the longest delay in steps. Without `momentum` no
-    method predicts, and replicas predict without the gradients of a step, of which each has some.
+    """The recommended methods, joined by +, for the longest delay in steps. Without its `momentum`
+    Muon does not predict, and replicas predict without the gradients of a step, of which each has
+    some.
 
     >>> recommended("muon", 1, micro_batches=8), recommended("muon", 7, micro_batches=1)
     ('stash+partial-gradient+delay-rate', 'stash+hidden-delay-rate')
+    >>> recommended("adamw", 1, micro_batches=8), recommended("adamw", 7, micro_batches=1)
+    ('stash+partial-gradient', 'stash')
     """
-    if not facts_of(optimizer).recommended_to_predict or not delay:
+    facts = facts_of(optimizer)
+    if not delay or not facts.recommended_to_predict:
         return "stash"
+    if not facts.recommended_to_slow:
+        return "stash+partial-gradient" if micro_batches > 1 and replicas == 1 else "stash"
     if micro_batches == 1:
         return "stash+hidden-delay-rate"
     if not momentum:
