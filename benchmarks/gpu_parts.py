@@ -1,10 +1,12 @@
 """The parts of a GPU report: each a function that adds rows to its `Work`."""
 
 import json
+import multiprocessing
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -101,6 +103,88 @@ def exactness(work: Work) -> None:
             else:
                 here = plain = plain or work.train(folder, 1, **on_cpu, schedule="single")
             row["difference"] = expect(largest_difference(there, here), 1e-9, "losses")
+
+
+_DELAYED = {
+    # staleness: optimizers
+    "none": ("adamw",),
+    "stash": ("adamw",),
+    "pipemare": ("adamw",),
+    "stash+gap-aware": ("adamw",),
+    "stash+gap-aware-activations": ("adamw",),
+    "stash+dc-asgd": ("sgd",),
+    "stash+dc-asgd-adaptive": ("adamw",),
+    "stash+error-feedback": ("adamw",),
+    "stash+msnag": ("adamw", "sgd"),
+    "stash+aggmsnag": ("sgd",),
+    "stash+nag": ("nadam",),
+    "stash+lwp": ("sgd",),
+    "stash+delay-rate": ("sutskever",),
+    "stash+spike-compensation": ("sgd",),
+    "none+pipemare-rate": ("adamw",),
+    "spectrain": ("sgd",),
+    "xpipe": ("adamw",),
+    "pipeoptim": ("adamw",),
+    "auto": ("adamw", "adafactor", "nadam", "muon", "soap"),
+}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    **{
+        f"{staleness}, {optimizer}": {
+            "schedule": "async-1f1b",
+            "staleness": staleness,
+            "optimizer": optimizer,
+            "lr": 1e-2 if optimizer in ("sgd", "sutskever", "muon") else 1e-3,
+        }
+        for staleness, optimizers in _DELAYED.items()
+        for optimizer in optimizers
+    },
+    "2bw": {"schedule": "2bw", "staleness": "2bw", "micro_batches": 8},
+    "ahead 2x": {"schedule": "async-1f1b", "ahead": "2x"},
+    "sync end": {"schedule": "async-1f1b", "sync_end": "3"},
+    "clip by known": {"schedule": "async-1f1b", "clip": 0.5, "clip_by": "known"},
+    "zb-h2": {"schedule": "zb-h2"},
+    "clip": {"clip": 0.5},
+    "ema": {"ema": 0.9},
+    "freeze": {"freeze": "3=1,6=2", "freeze_every": 1},
+    "boundaries in bfloat16": {"boundary_dtype": "bfloat16"},
+}
+_IN_SINGLE = ("muon", "soap")
+"""Optimizers that compute in bfloat16 (Newton-Schulz) or with a solver of the device's own."""
+_AT_ONCE = 4
+
+
+def methods(work: Work) -> None:
+    """Compares the losses of the device in float64 with those of the CPU: every staleness method,
+    optimizers, and options. Several runs at once, since no time is measured."""
+    small = {"dtype": "float64", "micro_batches": 4, "steps": 8, "folder": work.plan("tiny", 2)}
+    here = {"device": "cpu", "threads": 1, "ranks_per_gpu": 1}
+    work.tokens()  # made once, before several runs look for it
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(_AT_ONCE, mp_context=spawn) as pool:
+        runs = {
+            name: [
+                pool.submit(losses_of, work, f"{name}, {place}".replace(" ", "_"), options)
+                for place, options in (
+                    ("device", small | given),
+                    ("cpu", small | given | here),
+                )
+            ]
+            for name, given in _OPTIONS.items()
+        }
+        for name, both in runs.items():
+            with work.row(name) as row:
+                there, expected = (run.result() for run in both)
+                difference = max(abs(a - b) / abs(b) for a, b in zip(there, expected, strict=True))
+                limit = 1e-4 if name.endswith(_IN_SINGLE) else 1e-9
+                row["difference"] = expect(float(f"{difference:.2g}"), limit, "losses")
+
+
+def losses_of(work: Work, name: str, options: dict[str, Any]) -> list[float]:
+    """The losses of a run in a process of its own."""
+    torch.set_num_threads(1)
+    output = str(work.folder / "runs" / name)
+    run = work.train(processes=2, output=output, **options)
+    return [run.losses[step] for step in sorted(run.losses)]
 
 
 def resume(work: Work) -> None:
@@ -240,6 +324,7 @@ def zero(work: Work) -> None:
 PARTS = {
     "machine": Part(machine, 1, "Versions, GPUs, direct access between them, matmul rates."),
     "exactness": Part(exactness, 3, "Losses in float64, compared with those of the CPU."),
+    "methods": Part(methods, 5, "Every staleness method in float64, compared with the CPU."),
     "transports": Part(transports, 4, "CUDA IPC (shm), gloo and NCCL, on one GPU and on two."),
     "profile": Part(partial(profile, dtype="float32"), 3, "The measured profile."),
     "profile-bfloat16": Part(partial(profile, dtype="bfloat16"), 3, "The profile in bfloat16."),

@@ -111,10 +111,6 @@ class Work:
 
     def train(self, folder: Path, processes: int, **options: Any) -> RunResult:
         """A run of asyncpipe-train on random tokens, by default over all GPUs."""
-        tokens = self.folder / "tokens.bin"
-        if not tokens.exists():
-            drawn = np.random.default_rng(0).integers(256, size=2**18)
-            drawn.astype(np.uint16).tofile(tokens)
         number = sum(1 for _ in self.folder.glob("runs/*"))
         defaults = {
             "schedule": "1f1b",
@@ -129,7 +125,15 @@ class Work:
             "output": str(self.folder / "runs" / f"{number:03}"),
         }
         options = self.setting.places(processes) | defaults | options
-        return asyncpipe.train(folder, data=str(tokens), **options)
+        return asyncpipe.train(folder, data=str(self.tokens()), **options)
+
+    def tokens(self) -> Path:
+        """A file of random tokens."""
+        tokens = self.folder / "tokens.bin"
+        if not tokens.exists():
+            drawn = np.random.default_rng(0).integers(256, size=2**18)
+            drawn.astype(np.uint16).tofile(tokens)
+        return tokens
 
 
 def figures_of(run: RunResult) -> dict[str, Any]:

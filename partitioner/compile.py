@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 
-from ..runtime.errors import PlanError
+from ..runtime.errors import GpuStoppedError, PlanError
 from ..runtime.freezing.blocks import blocks_of
 from ..runtime.plan.plan import NOT_STORED, ON_META, Plan
 from ..runtime.plan.trust import remember
@@ -24,7 +25,6 @@ from ..runtime.schedule.builders import AUTO
 from .assemble_plan import PlanFacts, assemble
 from .capture.graph import refused_sizes
 from .capture.model_state import unchanged
-from .capture.sizes import stopped_gpu_named
 from .capture_and_profile import (
     Captured,
     Compilation,
@@ -104,8 +104,11 @@ def partition(
     """
     chosen = options_for("model", options)
     source = given_source(model, example_inputs, name)
-    with stopped_gpu_named(), unchanged(model):
-        return partition_source(source, chosen, on_phase=on_phase, on_progress=on_progress)
+    try:
+        with unchanged(model):
+            return partition_source(source, chosen, on_phase=on_phase, on_progress=on_progress)
+    except torch.AcceleratorError as error:
+        raise GpuStoppedError(error) from error
 
 
 def partition_spec(

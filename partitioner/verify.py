@@ -25,7 +25,6 @@ from ..runtime.plan.structure import rebuilt
 from .capture import Arguments, read_arguments
 from .capture.check import (
     MAX_PARAMETERS_WITH_GRADIENTS,
-    Differs,
     compare,
     detached,
     leaves_of,
@@ -107,11 +106,10 @@ def verify(
         pair = _Pair(model, plan, stages, given, constants or {}, refused)
         if on_meta:
             return _verify_shapes(pair, sizes)
-        try:
-            return _verified(pair, sizes, changing)
-        except Differs as error:
-            repeat = partial(_verified_in_double, pair, sizes, changing)
-            return rounding_or_defect(model, error, repeat)
+        compared = partial(_verified, pair, sizes, changing)
+        return rounding_or_defect(
+            model, compared, partial(_verified_in_double, pair, sizes, changing)
+        )
 
 
 def _verified_in_double(

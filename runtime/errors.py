@@ -33,6 +33,18 @@ class CaptureError(AsyncPipeError):
     """A model whose forward cannot be written down as a graph."""
 
 
+class GpuStoppedError(CaptureError):
+    """A model that has stopped its GPU: no later work of the process succeeds there."""
+
+    def __init__(self, error: Exception, where: str = "") -> None:
+        reason = str(error).partition("\n")[0]
+        super().__init__(
+            f"the model stopped its GPU{where}: {reason}.",
+            "Partition it on the CPU, which names the line: model.cpu(). asyncpipe-train --device "
+            "cuda moves the stages to GPUs.",
+        )
+
+
 class PlanError(AsyncPipeError):
     """A plan that cannot be made, read or followed."""
 

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...runtime.errors import CaptureError
 from .arguments import map_leaves, tensors_in
 from .fake_inputs import FakeWorld, ModulePassedError, UnseenError, ValuesError
+from .model_state import local_device
 from .source_lines import assigned_names, is_good_name, short_path, user_frames, where
 from .values import (
     NOWHERE,
@@ -63,7 +64,7 @@ class Bindings:
         self.constants: dict[str, Tensor] = {}
         self.bound: dict[int, Bound] = {}
         self._model, self._world, self._top = model, world, top
-        self._device = _device_of(model)
+        self._device = local_device(model)
         self._storages: dict[int, int] = {}
         self._changed: set[int] = set()
         self.node_of_expression: Callable[[sympy.Expr], fx.Node | None] = lambda _: None
@@ -271,13 +272,6 @@ def _parameters_inside(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _parameters_inside(item)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type != "meta":
-            return tensor.device
-    return torch.device("cpu")
 
 
 def _same_device(given: torch.device, device: torch.device) -> bool:

@@ -205,6 +205,14 @@ def device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
+def local_device(model: nn.Module) -> torch.device:
+    """The device that `LocalDevice` stands for: the CPU for a model on meta, for its twins are
+    there."""
+    tensors = chain(model.parameters(), model.buffers())
+    real = (tensor.device for tensor in tensors if not tensor.is_meta)
+    return next(real, torch.device("cpu"))
+
+
 def is_on_meta(model: nn.Module) -> bool:
     """True if the model has no values: some parameter or buffer is on meta."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

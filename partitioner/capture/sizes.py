@@ -13,14 +13,13 @@ itself refuses are not used to test its stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ...runtime.errors import CaptureError
+from ...runtime.errors import CaptureError, GpuStoppedError
 from ...runtime.formatting import did_you_mean
 from ...runtime.plan.plan import TensorSpec
 from .fake_inputs import Dynamic
@@ -105,27 +104,6 @@ def larger_sizes(sizes: Mapping[str, int], *, all_of_them: bool) -> list[dict[st
     return [*([larger] if all_of_them and sizes else []), *of_batch]
 
 
-class GpuStoppedError(CaptureError):
-    """The model has stopped its GPU: no later work of the process succeeds there."""
-
-    def __init__(self, error: torch.AcceleratorError, sizes: Mapping[str, int]) -> None:
-        reason = str(error).partition("\n")[0]
-        super().__init__(
-            f"the model stopped its GPU{sizes_text(sizes, ' at ')}: {reason}.",
-            "Partition it on the CPU, which names the line: model.cpu(). asyncpipe-train --device "
-            "cuda moves the stages to GPUs.",
-        )
-
-
-@contextmanager
-def stopped_gpu_named() -> Iterator[None]:
-    """Raises GpuStoppedError if the block stops a GPU."""
-    try:
-        yield
-    except torch.AcceleratorError as error:
-        raise GpuStoppedError(error, {}) from error
-
-
 def dynamic_of(inputs: Sequence[TensorSpec]) -> Dynamic:
     """The symbol of each free dimension of a plan's or a capture's inputs."""
     return {
@@ -207,7 +185,7 @@ def accepted(
         try:
             return Sample(dict(sizes), tensors, attempt(tensors))
         except torch.AcceleratorError as error:
-            raise GpuStoppedError(error, sizes) from error
+            raise GpuStoppedError(error, sizes_text(sizes, " at ")) from error
         except Exception:  # The model has rules for its inputs: try others.
             continue
     return None

@@ -438,8 +438,8 @@ def _is_everything(index: Any) -> bool:
 
 def _without_device(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of `x.to(...)` without the device, unless `x` is on another one."""
-    is_moved = node.args[0].meta["val"].device != node.meta["val"].device
-    if is_moved or any(isinstance(argument, LocalDevice) for argument in node.args[2:]):
+    devices = {each.meta["val"].device for each in (*node.all_input_nodes, node)}
+    if len(devices) > 1 or any(isinstance(argument, LocalDevice) for argument in node.args[2:]):
         return node.args, dict(node.kwargs)
     args = tuple(argument for argument in node.args if not isinstance(argument, LocalDevice))
     kwargs = {

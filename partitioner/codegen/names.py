@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from ..capture import Capture, IfTraining, LocalDevice, Recompute, Region
 from ..capture.mode_merge import is_of_training, unless
+from ..capture.model_state import local_device
 from . import layout
 from .canonical import NumberPlace
 from .init_method import Scope
@@ -79,9 +80,13 @@ class FunctionNames:
         return Code(symbol)
 
     def device(self) -> Code:
+        local = local_device(self._capture.model)
         for name, nodes in self._variables.holds.items():
             if any(
-                isinstance(node.meta.get("val"), Tensor) and self._is_made(node) for node in nodes
+                isinstance(val := node.meta.get("val"), Tensor)
+                and val.device == local
+                and self._is_made(node)
+                for node in nodes
             ):
                 return Code(f"{name}.device")
         for node in self._reads:

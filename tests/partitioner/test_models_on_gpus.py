@@ -9,12 +9,16 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import asyncpipe
-from asyncpipe.partitioner.capture import LocalDevice
-from asyncpipe.partitioner.capture.check import total_of
-from asyncpipe.partitioner.capture.sizes import GpuStoppedError, accepted, first_accepted
+from asyncpipe.partitioner.capture import LocalDevice, capture
+from asyncpipe.partitioner.capture.check import Differs, total_of
+from asyncpipe.partitioner.capture.sizes import accepted, first_accepted
+from asyncpipe.partitioner.codegen import generate
 from asyncpipe.partitioner.codegen.canonical import _without_device
 from asyncpipe.partitioner.profile.operation_costs import made_up
 from asyncpipe.partitioner.stage_timing import adopt
+from asyncpipe.partitioner.verdict import Verified, rounding_or_defect
+from asyncpipe.runtime.errors import GpuStoppedError
+from asyncpipe.tests.support.oracles.stage_chain import HEADER, cut, stages_at
 
 META = torch.device("meta")
 
@@ -110,3 +114,50 @@ def test_the_result_of_a_module_that_reads_values_is_made_up_where_it_was() -> N
     node.meta |= {"val": on_gpu(2), "shape": (2,)}
     with FakeTensorMode():
         assert made_up(node, lambda shape: shape).is_cuda
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_attention_that_differs_on_a_gpu_is_compared_with_one_kernel(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr("asyncpipe.partitioner.verdict.device_of", lambda _: torch.device(device))
+
+    def compared() -> Verified:
+        if torch.backends.cuda.flash_sdp_enabled():
+            raise Differs("output", "logits", 0.1, 1e-4)
+        return Verified({}, {}, 1, 1, 0.0)
+
+    if device == "cpu":
+        with pytest.raises(Differs):
+            rounding_or_defect(nn.Module(), compared, compared)
+    else:
+        assert rounding_or_defect(nn.Module(), compared, compared).gradients == 1
+        assert torch.backends.cuda.flash_sdp_enabled()
+
+
+class Positions(nn.Module):
+    """Makes positions on another device and moves them to where its input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device="meta").to(device=x.device, dtype=torch.int64)
+        places: Tensor = self.table(positions)
+        return places
+
+
+class Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.places = nn.Linear(4, 4), Positions()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.places(x)
+
+
+def test_a_stage_moves_what_forward_moves_to_the_device_of_its_weights() -> None:
+    captured = capture(Placed(), {"x": torch.ones(2, 5, 4)}, batch_dim=None, check=False)
+    text = "".join(generate(*cut(captured, stages_at(captured, (0.5,))), HEADER).values())
+    assert "positions.to(device=self.table.weight.device, dtype=torch.int64)" in text
