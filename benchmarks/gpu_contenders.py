@@ -72,6 +72,7 @@ def run(contender: Contender) -> dict[str, Any]:
         taken.append(1e3 * (time.perf_counter() - start_s) / setting.steps)
     if dist.is_initialized():
         dist.barrier()  # a process that ends takes its last messages with it
+        dist.destroy_process_group()
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
@@ -96,7 +97,10 @@ def _step_of(contender: Contender, rank: int, device: torch.device) -> Callable[
         return lambda: pipe.step(whole, optimizer=optimizer)
     batch = [{name: value.to(device) for name, value in inputs.items()}] * count
     own_gpus = device.type == "cuda" and contender.gpus >= ranks
-    dist.init_process_group("nccl" if own_gpus else "gloo")
+    if own_gpus:
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     model = model.to(device)
     if contender.name == "DDP":
         return peers.data_parallel(model, batch, rank, ranks)
@@ -125,7 +129,7 @@ def compare(work: Work, model: str) -> None:
                     model,
                     2 * each,
                     measured=True,
-                    schedule=schedule,
+                    schedule=schedule if each > 1 else "1f1b",
                     ranks=2 if each > 1 else None,
                     micro_batches=setting.micro_batches,
                 )
