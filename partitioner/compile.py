@@ -24,7 +24,7 @@ from ..runtime.plan.validate import contradiction
 from ..runtime.schedule.builders import AUTO
 from .assemble_plan import PlanFacts, assemble
 from .capture.graph import refused_sizes
-from .capture.model_state import unchanged
+from .capture.model_state import device_of, unchanged
 from .capture_and_profile import (
     Captured,
     Compilation,
@@ -104,8 +104,10 @@ def partition(
     """
     chosen = options_for("model", options)
     source = given_source(model, example_inputs, name)
+    own = device_of(model)
     try:
-        with unchanged(model):
+        # "cuda" is the model's GPU there, which need not be the first one.
+        with torch.cuda.device(own.index if own.type == "cuda" else -1), unchanged(model):
             return partition_source(source, chosen, on_phase=on_phase, on_progress=on_progress)
     except torch.AcceleratorError as error:
         raise GpuStoppedError(error) from error

@@ -1,6 +1,7 @@
 """Models whose weights lie on a GPU, as far as a machine without one can tell: fake tensors and
 tensors on meta lie on another device than the CPU, and know it."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -94,6 +95,23 @@ def test_whatever_stops_a_gpu_is_named_with_the_cure(monkeypatch: Any) -> None:
     monkeypatch.setattr("asyncpipe.partitioner.compile.partition_source", capture)
     with pytest.raises(GpuStoppedError, match=r"CUDA error: .* triggered\.\n.*model\.cpu\(\)"):
         asyncpipe.partition(nn.Linear(2, 2), torch.ones(3, 2), stages=1)
+
+
+@pytest.mark.parametrize(("device", "current"), [("cuda:1", 1), ("cpu", -1)])
+def test_the_gpu_of_the_model_is_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, device: str, current: int
+) -> None:
+    chosen: list[int] = []
+
+    def choose(index: int) -> Any:
+        chosen.append(index)
+        return nullcontext()
+
+    monkeypatch.setattr("torch.cuda.device", choose)
+    monkeypatch.setattr("asyncpipe.partitioner.compile.device_of", lambda _: torch.device(device))
+    monkeypatch.setattr("asyncpipe.partitioner.compile.partition_source", lambda *_, **__: None)
+    asyncpipe.partition(nn.Linear(2, 2), torch.ones(3, 2), stages=1)
+    assert chosen == [current]
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
