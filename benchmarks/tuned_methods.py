@@ -18,7 +18,10 @@ _A = "stash+gap-aware-activations"
 TUNED: tuple[tuple[Case, str, float, tuple[int, ...]], ...] = (
     (Case("digits", 8, 1), f"{_D}:muon,momentum=0.5 sync:muon,momentum=0.9", 0.01, (1,)),
     (Case("digits", 8, 8), f"{_PD}:muon,momentum=0.9", 0.01, (1,)),
-    (Case("digits", 8, 1), f"{_D}:muon,momentum=0.5", 0.003, (1,)),
+    (Case("digits", 8, 1), f"sync:muon {_D}:muon,momentum=0.5", 0.003, (1, 2, 3)),
+    (Case("digits", 8, 1), f"{_H}:muon,momentum=0.8,{_B}", 0.003, (1, 2, 3)),
+    (_DEEP_1, "sync:muon,momentum=0.9", 0.03, (1, 2)),
+    (_DEEP_1, f"{_D}:muon,momentum=0.5 {_H}:muon,momentum=0.8,{_B}", 0.03, (1, 2)),
     (Case("digits", 8, 8), f"{_PD}:muon,momentum=0.9", 0.03, (1,)),
     (_FAR, f"{_H}:muon,momentum=0.5", 0.03, (1, 2, 3)),
     (_FAR, f"{_H}:muon,momentum=0.65", 0.03, (1, 2, 3, 4)),
