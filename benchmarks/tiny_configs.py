@@ -41,6 +41,9 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "embedding_rank", "d_latents"), 16),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k"), 2),
     **dict.fromkeys(("n_group", "topk_group", "mamba_n_groups"), 1),
+    **dict.fromkeys(("linear_num_heads", "linear_num_value_heads"), 4),
+    "linear_num_key_heads": 2,
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
     "num_key_value_heads": 2,
     "index_topk": 4,
     "rotary_dim": 4,
@@ -155,7 +158,7 @@ def _small_list(name: str, value: Any, rule: Any, only_depths: bool) -> list[int
         return None
     if any(part in name for part in ("depth", "blocks", "repeats")):
         return [min(entry, 3) for entry in value]
-    if only_depths:
+    if only_depths and name != "image_size":
         return None
     if "heads" in name:
         return [min(4, 2**level) for level in range(len(value))]

@@ -29,8 +29,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, FunctionType
+from typing import Any, TypeVar
 
 from . import __version__
 
@@ -82,6 +82,29 @@ def first_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+Result = TypeVar("Result")
+
+
+def _called(call: Callable[[], Result]) -> Result:
+    return call()
+
+
+_SLOTS = 1 << 16
+_CALLED_WITH_ROOM = FunctionType(_called.__code__.replace(co_stacksize=_SLOTS), globals())
+
+
+def with_room_for_frames(call: Callable[[], Result]) -> Result:
+    """The result of `call`, whose Python frames have half a MiB of memory in one piece.
+
+    CPython maps the memory of frames in pieces of 16 KiB, and unmaps a piece when the last frame in
+    it returns. A loop whose calls reach just over the end of a piece pays for that in every round.
+    A piece is at least twice as large as the frame that it is mapped for: here the frame of a
+    function that claims a large stack.
+    """
+    result: Result = _CALLED_WITH_ROOM(call)
+    return result
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h

@@ -168,3 +168,21 @@ def test_the_document_shows_what_was_survived(monkeypatch: pytest.MonkeyPatch) -
     assert {row["fault"] for row in known["table"]} == {*faults.FAULTS}
     table = faults.shown(known["table"])
     assert f"```text\n{table}\n```" in (FOLDER.parent / "docs" / "failures.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "fields"),
+    [
+        ("image", "TextNetForImageClassification", {"image_size": [64, 64]}),
+        ("causal", "KimiLinearForCausalLM", {"linear_num_heads": 4, "linear_head_dim": 8}),
+    ],
+)
+def test_the_models_of_the_coverage_are_small(
+    task: str, model: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    pytest.importorskip("transformers")
+    rows = json.loads((FOLDER / "results/coverage.json").read_text())["rows"]
+    (attempt,) = [row["attempt"] for row in rows if (row["task"], row["class"]) == (task, model)]
+    config = importlib.import_module("tiny_models").Recipe(task, model, attempt).config()
+    assert {name: getattr(config, name) for name in fields} == fields

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from ...runtime.errors import CaptureError
 from ...runtime.plan.structure import constants_in
+from ...runtime.process import with_room_for_frames
 from .aliasing import (
     RemadeBufferError,
     colocated,
@@ -41,7 +43,6 @@ from .fake_inputs import (
     RandomDecisionError,
     UnseenError,
     ValuesError,
-    both,
 )
 from .graph import Capture, run, tensor_spec
 from .leaf_modules import AutomaticLeaves, FailedTrace, LeafRule, leaf_rule
@@ -131,7 +132,7 @@ def capture(
         modes=MODES[mode],
     )
     by_hand = tuple(modes_by_hand(model))
-    captured = _with_tables(request, method)
+    captured = with_room_for_frames(partial(_with_tables, request, method))
     fixed = [
         f"{where} is fixed at {text}: it is not a tensor"
         for where, text in constants_in(given.structure, "")
@@ -256,7 +257,7 @@ def find_capture(request: CaptureRequest, method: str) -> Capture:
             captured = way(request)
         except CaptureError as error:
             if way is _by_dynamo:
-                first = both(first, error)
+                first = _both(first, error)
             continue
         if way is _by_dynamo:
             captured = _noted(captured, f"captured with Dynamo: {first.what}")
@@ -272,6 +273,14 @@ def _other_ways(error: CaptureError, method: str) -> list[Callable[[CaptureReque
     if isinstance(error, ValuesError):
         return [_by_leaves, _by_dynamo]
     return [_by_dynamo, _by_leaves]
+
+
+def _both(unseen: CaptureError, error: CaptureError) -> CaptureError:
+    """The tracer's error, which has the user's line, followed by Dynamo's."""
+    first_line = str(error).strip().split("\n")[0]
+    return CaptureError(
+        unseen.what, f"{unseen.cure}\nTorchDynamo cannot capture it either: {first_line}"
+    )
 
 
 def _by_leaves(request: CaptureRequest) -> Capture:

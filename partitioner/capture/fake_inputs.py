@@ -25,12 +25,14 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 
 from ...runtime.errors import CaptureError
 from .arguments import Arguments, describe_arguments
 from .leaf_modules import is_constructible, is_importable
+from .model_state import drop_fakes, restore_items
 from .source_lines import place, source_text, user_frame_of, user_frames
 from .values import Size
 
@@ -124,10 +126,12 @@ class _NamedSizes(ShapeEnv):
 
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A FakeTensorMode whose cache compares no new entry with its tensor.
+    """A FakeTensorMode with a faster cache for symbolic sizes.
 
-    torch makes each result again from its new entry, to see that both have the same dispatch keys.
-    With symbolic sizes this takes as long as the operation itself.
+    torch makes each result again from its new entry, to see that both have the same dispatch keys,
+    which takes as long as the operation itself: here no new entry is compared with its tensor. A
+    view from the cache is made as a tensor of its own, whose storage is then replaced, in 1.3 ms:
+    here `as_strided` makes it from the viewed tensor, in 0.05 ms.
     """
 
     _result: Any = None
@@ -143,6 +147,30 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if self._result is None:
             return super()._output_from_cache_entry(*arguments)
         return self._result
+
+    def _get_output_tensor_from_cache_entry(
+        self, state: Any, entry: Any, key: Any, func: Any, args: Any
+    ) -> Any:
+        metadata = entry.metadata
+        source = None if entry.view_idx is None else args[entry.view_idx]
+        if (
+            not isinstance(source, FakeTensor)
+            or source.dtype is not metadata.dtype
+            or metadata.layout is not torch.strided
+            or metadata.requires_grad
+            or any((metadata.is_conj, metadata.is_neg, source.is_conj(), source.is_neg()))
+        ):
+            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+
+        def known(value: Any) -> Any:
+            is_number = isinstance(value, int)
+            return value if is_number else value.extract(key, state.shape_env)
+
+        shape, strides = map(known, metadata.shape), map(known, metadata.stride)
+        offset = known(metadata.storage_offset)
+        with in_kernel_invocation_manager(self), state.shape_env.suppress_guards():
+            view = torch.as_strided(source, [*shape], [*strides], offset)
+        return FakeTensor(self, view, metadata.device)
 
 
 class FakeWorld:
@@ -286,9 +314,9 @@ class FakeWorld:
             for tensors, name, real, _ in self._swaps:
                 tensors[name] = real
             for attributes, old in before:
-                _drop_fakes(attributes, old)
+                drop_fakes(attributes, old)
             for container, items in contents:
-                _restore(container, items)
+                restore_items(container, items)
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -306,25 +334,6 @@ class FakeWorld:
     def is_on_meta(self) -> bool:
         """True if the model has no values: some parameter or buffer is on meta."""
         return any(real.is_meta for _, _, real, _ in self._swaps)
-
-
-def _restore(container: list[Any] | dict[Any, Any], items: list[Any] | dict[Any, Any]) -> None:
-    """Restores the items of a list or dict of a module, such as a cache."""
-    if isinstance(container, list):
-        container[:] = items
-    else:
-        container.clear()
-        container.update(items)
-
-
-def _drop_fakes(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Removes the fake tensors that forward stored on the model."""
-    for name, value in list(attributes.items()):
-        if isinstance(value, FakeTensor):
-            if name in before:
-                attributes[name] = before[name]
-            else:
-                del attributes[name]
 
 
 class UnseenError(CaptureError):
@@ -432,10 +441,3 @@ def _is_forward(frame: FrameType) -> bool:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
-
-
-def both(unseen: CaptureError, error: CaptureError) -> CaptureError:
-    """The tracer's error, which has the user's line, followed by Dynamo's."""
-    return CaptureError(
-        unseen.what, f"{unseen.cure}\nTorchDynamo cannot capture it either: {_first_line(error)}"
-    )

@@ -404,3 +404,22 @@ def verify_finite(tensors: Iterable[Tensor]) -> None:
             extremes = torch.aminmax(tensor.detach())  # writes no tensor, unlike isfinite
             if not all(map(math.isfinite, map(float, extremes))):
                 raise UnfitNoise
+
+
+def restore_items(container: list[Any] | dict[Any, Any], items: list[Any] | dict[Any, Any]) -> None:
+    """Restores the items of a list or dict of a module, such as a cache."""
+    if isinstance(container, list):
+        container[:] = items
+    else:
+        container.clear()
+        container.update(items)
+
+
+def drop_fakes(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Removes the fake tensors that forward stored on the model."""
+    for name, value in list(attributes.items()):
+        if isinstance(value, FakeTensor):
+            if name in before:
+                attributes[name] = before[name]
+            else:
+                del attributes[name]

@@ -56,3 +56,27 @@ def test_what_was_freed_stays_with_the_process() -> None:
 def test_new_threads_share_the_first_heap() -> None:
     assert printed(IN_A_THREAD.format(keep=False)) == 0
     assert printed(IN_A_THREAD.format(keep=True)) == 1
+
+
+FRAMES = """
+import resource
+from asyncpipe.runtime.process import with_room_for_frames
+def nested(depth, call):
+    return nested(depth - 1, call) if depth else call()
+def over_the_ends():
+    for depth in range(400):  # some of them are near the end of a piece
+        nested(depth, lambda: [nested(12, int) for _ in range(50)])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+(with_room_for_frames if {keep} else lambda call: call())(over_the_ends)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(
+    platform.python_implementation() != "CPython" or sys.version_info < (3, 11),
+    reason="frames of Python functions are not mapped in pieces",
+)
+def test_with_room_no_loop_maps_and_unmaps_the_memory_of_its_frames() -> None:
+    assert printed(FRAMES.format(keep=True)) < 100
+    if sys.version_info < (3, 14):
+        assert printed(FRAMES.format(keep=False)) > 1000

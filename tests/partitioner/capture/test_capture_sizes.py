@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncpipe.partitioner.capture import capture
+from asyncpipe.partitioner.capture.fake_inputs import FakeWorld
 from asyncpipe.runtime.errors import CaptureError
 from asyncpipe.tests.support.models import zoo
 from asyncpipe.tests.support.oracles.captures import (
@@ -18,6 +20,60 @@ from asyncpipe.tests.support.oracles.captures import (
     node_of,
     other_sizes,
 )
+
+# Views of tensors with free sizes
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a row": lambda x: x[:, 1],
+    "a part": lambda x: x[..., 1:3],
+    "every other": lambda x: x[:, ::2],
+    "transposed": lambda x: x.mT,
+    "grown": lambda x: x[None].expand(3, -1, -1, -1),
+    "a view of a view": lambda x: x[:, 1:].permute(2, 0, 1)[1:],
+    "in one row": lambda x: x.view(x.shape[0], -1),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_that_the_cache_knows_is_the_view_that_torch_makes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = FakeWorld(nn.Identity())
+    with world.mode:
+        x = world.input(torch.randn(2, 10, 6), {0: "batch", 1: "sequence"})
+        first = VIEWS[name](x)
+        monkeypatch.setattr(Tensor, "set_", None)  # torch's own way
+        again = VIEWS[name](x)
+    monkeypatch.undo()
+    assert again is not first
+    for view in (first, again):
+        assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+    assert (first.shape, first.stride(), first.storage_offset()) == (
+        again.shape, again.stride(), again.storage_offset(),
+    )  # fmt: skip
+    assert (first.dtype, first.device) == (again.dtype, again.device)
+    assert first.is_contiguous() == again.is_contiguous()
+
+
+OTHER_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of other bits": lambda x: x.view(torch.int32)[:, 1:],
+    "of pairs": lambda x: torch.view_as_complex(x)[:, 1:],
+    "conjugate": lambda x: torch.view_as_complex(x).conj()[:, 1:],
+    "negative": lambda x: torch.view_as_complex(x).conj().imag[:, 1:],
+}
+
+
+@pytest.mark.parametrize("name", OTHER_VIEWS)
+def test_views_as_other_numbers_are_torchs_own(name: str) -> None:
+    world = FakeWorld(nn.Identity())
+    with world.mode:
+        x = world.input(torch.randn(3, 10, 2), {0: "batch", 1: "sequence"})
+        first, again = (OTHER_VIEWS[name](x) for _ in range(2))
+    assert (first.dtype, first.is_conj(), first.is_neg()) == (
+        again.dtype, again.is_conj(), again.is_neg(),
+    )  # fmt: skip
+    assert (first.shape, first.stride()) == (again.shape, again.stride())
+
 
 # Sizes that forward uses
 
