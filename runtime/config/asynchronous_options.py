@@ -79,6 +79,7 @@ def with_methods(config: RunConfig, plan: Plan) -> RunConfig:
         micro_batches=config.micro_batches,
         momentum=config.momentum,
         replicas=config.pipelines,
+        tensor_ranks=config.tensor_ranks,
     )
     return replace(config, staleness=methods)
 

@@ -17,9 +17,7 @@ from .batch_layout import StepBatch
 from .settings import RunConfig, Settings, SettingsError
 
 
-def resolve_freezing(
-    settings: Settings, plan: Plan, data: str, staleness: str | None
-) -> dict[str, Any]:
+def resolve_freezing(settings: Settings, plan: Plan, data: str) -> dict[str, Any]:
     """The resolved options of freezing: the table of a file in full, and when events occur.
 
     Raises SettingsError and FreezeError for options that do not fit each other or the model.
@@ -39,7 +37,6 @@ def resolve_freezing(
         )
     freeze = in_full(settings.freeze)
     _check_depths(freeze, settings.freeze_most, plan)
-    _check_evaluated_weights(settings, staleness)
     if parse_rule(freeze).kind == PLASTICITY:
         _check_probe(settings, plan, data)
     every = settings.freeze_every or EPOCH
@@ -89,16 +86,18 @@ def _check_probe(settings: Settings, plan: Plan, data: str) -> None:
         )
 
 
-def _check_evaluated_weights(settings: Settings, staleness: str | None) -> None:
+def check_evaluated_weights(config: RunConfig) -> None:
     """Raises SettingsError where other weights are evaluated than those that are trained: they
     would jump when a block freezes."""
+    if config.freeze is None:
+        return
     others = [
         name
-        for name in parse(staleness or "none")
+        for name in parse(config.methods)
         if METHODS[name].eval_weights is not Staleness.eval_weights
     ]
-    given = f"--staleness {staleness}" if others else f"--ema {settings.ema}"
-    if others or settings.ema is not None:
+    given = f"--staleness {config.staleness}" if others else f"--ema {config.ema}"
+    if others or config.ema is not None:
         raise SettingsError(
             f"{given} evaluates other weights than it trains, and a frozen block has those that it "
             "was trained with.",

@@ -26,7 +26,7 @@ from .asynchronous_options import (
     with_methods,
 )
 from .batch_layout import StepBatch, in_words, uses_symbol, with_replicas, with_zero
-from .freezing_options import resolve_freezing
+from .freezing_options import check_evaluated_weights, resolve_freezing
 from .mixed_precision import check_precision, with_recompute
 from .run_ahead import with_ahead
 from .run_memory import relative_size
@@ -100,8 +100,8 @@ def resolve(
         "annealing_steps": _annealing_steps(settings, step["warmup"]),
         "clip_by": _clip_by(settings, step["clip"]),
         "seq": _sequence(settings, plan),
-        **(asynchronous := resolve_asynchronous(settings)),
-        **resolve_freezing(settings, plan, data, asynchronous["staleness"]),
+        **resolve_asynchronous(settings),
+        **resolve_freezing(settings, plan, data),
         **step,
     }
     config = with_methods(RunConfig(**(asdict(settings) | chosen)), plan)
@@ -109,6 +109,7 @@ def resolve(
     check_precision(config)
     check_methods(config, plan)
     check_tensor_ranks(config)
+    check_evaluated_weights(config)
     return config, task
 
 

@@ -382,21 +382,28 @@ def recommended(
     micro_batches: int,
     momentum: float = 0.95,
     replicas: int = 1,
+    tensor_ranks: int = 1,
 ) -> str:
     """The recommended methods, joined by +, for the longest delay in steps. Without its `momentum`
-    Muon does not predict, and replicas predict without the gradients of a step, of which each has
-    some.
+    Muon does not predict. Replicas predict without the gradients of a step, of which each has some;
+    tensor ranks do not predict: each has parts of the gradients and the state of some matrices.
 
     >>> recommended("muon", 1, micro_batches=8), recommended("muon", 7, micro_batches=1)
     ('stash+partial-gradient+delay-rate', 'stash+hidden-delay-rate')
     >>> recommended("adamw", 1, micro_batches=8), recommended("adamw", 7, micro_batches=1)
     ('stash+partial-gradient', 'stash')
+    >>> recommended("adamw", 1, micro_batches=8, tensor_ranks=2)
+    'stash'
+    >>> recommended("muon", 1, micro_batches=8, tensor_ranks=2)
+    'stash+delay-rate'
     """
-    facts = facts_of(optimizer)
+    facts, is_whole = facts_of(optimizer), replicas == tensor_ranks == 1
     if not delay or not facts.recommended_to_predict:
         return "stash"
     if not facts.recommended_to_slow:
-        return "stash+partial-gradient" if micro_batches > 1 and replicas == 1 else "stash"
+        return "stash+partial-gradient" if micro_batches > 1 and is_whole else "stash"
+    if tensor_ranks > 1:
+        return "stash+delay-rate"
     if micro_batches == 1:
         return "stash+hidden-delay-rate"
     if not momentum:

@@ -61,6 +61,16 @@ def test_options_that_do_not_fit_are_refused(
         make_job(Settings(folder=str(folder / "mlp"), **given))
 
 
+def test_blocks_freeze_also_where_auto_chooses_the_staleness_method(folder: Path) -> None:
+    auto = {"schedule": "async-1f1b", "staleness": "auto", "freeze": "1=1"}
+    job = make_job(Settings(folder=str(folder / "mlp"), **auto))
+    assert job.config.staleness == "stash+partial-gradient"
+    with pytest.raises(AsyncPipeError, match="--staleness stash.error-feedback evaluates other"):
+        make_job(
+            Settings(folder=str(folder / "mlp"), **auto | {"staleness": "stash+error-feedback"})
+        )
+
+
 def test_a_model_without_blocks_and_a_loop_without_epochs_are_refused(folder: Path) -> None:
     with pytest.raises(FreezeError, match="tiny_text has no list of repeated blocks"):
         make_job(Settings(folder=str(folder / "text"), freeze="1=1"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from asyncpipe.runtime.config.asynchronous_options import check_methods, with_methods
 from asyncpipe.runtime.config.batch_layout import StepBatch, as_started, check_ranks
 from asyncpipe.runtime.config.option_files import read_config
 from asyncpipe.runtime.config.resolve import (
@@ -18,9 +20,11 @@ from asyncpipe.runtime.config.resolve import (
     sized_plan,
 )
 from asyncpipe.runtime.config.settings import RunConfig, Settings, SettingsError
+from asyncpipe.runtime.config.tensor_options import check_tensor_ranks
 from asyncpipe.runtime.distributed.placement import replicas_warning
 from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.experiments.variants import lists_of_file
+from asyncpipe.runtime.optimizers.facts import OPTIMIZERS
 from asyncpipe.runtime.options import options_of
 from asyncpipe.runtime.plan.plan import Plan, TensorSpec
 from asyncpipe.runtime.schedule.builders import make_schedule
@@ -435,6 +439,24 @@ def test_the_recommended_methods_go_by_optimizer_and_delay(
 ) -> None:
     given = {"schedule": "async-1f1b", "staleness": "auto"} | options
     assert resolved(text, **given).staleness == methods
+
+
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_the_recommended_methods_are_never_refused(text: Plan, optimizer: str) -> None:
+    for k, replicas, tensor_ranks, momentum in product((1, 2, 4), (1, 2), (1, 2), (None, 0.0)):
+        config = run_config(
+            schedule="async-1f1b",
+            staleness="auto",
+            optimizer=optimizer,
+            momentum=OPTIMIZERS[optimizer].momentum if momentum is None else momentum,
+            micro_batches=k,
+            replicas=replicas,
+            tensor_parallel=tensor_ranks,
+            clip=1.0,
+        )
+        chosen = with_methods(config, text)
+        check_methods(chosen, text)
+        check_tensor_ranks(chosen)
 
 
 def test_what_an_asynchronous_run_clips_by_is_its_own_option(text: Plan) -> None:
