@@ -41,9 +41,9 @@ from asyncpipe.runtime.staleness import prediction
 RESULTS = Path(__file__).parent / "results"
 HALVES = {4: 8, 8: 8, 16: 16}
 """Stages -> half-blocks."""
-SAMPLES = {"text": 8, "digits": 32}
+SAMPLES = {"text": 8, "large": 8, "digits": 32}
 """Samples of one update, unless it has more micro-batches."""
-EVALUATED = {"text": 64, "digits": 352}
+EVALUATED = {"text": 64, "large": 64, "digits": 352}
 """Samples of an evaluation, always the same."""
 COMMON = {
     "text": {
@@ -67,6 +67,7 @@ COMMON = {
         "weight_decay": 0.01,
     },
 }
+COMMON["large"] = COMMON["text"]
 BETAS = (0.9, 0.99)
 
 

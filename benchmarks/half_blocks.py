@@ -81,6 +81,11 @@ def text(
     return model, {"input_ids": ids, "labels": ids}
 
 
+def large(halves: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The GPT with 1.3 M parameters."""
+    return text(halves, width=160)
+
+
 class Digits(nn.Module):
     """A residual MLP of images."""
 

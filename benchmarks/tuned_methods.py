@@ -15,7 +15,17 @@ _PH = "stash+partial-gradient+hidden-delay-rate"
 _FARTHEST = Case("text", 8, 1, 5000)
 _B = "betas=0.95/0.9"
 _A = "stash+gap-aware-activations"
+_LARGE, _LARGE_1 = Case("large", 8, 8), Case("large", 8, 1)
 TUNED: tuple[tuple[Case, str, float, tuple[int, ...]], ...] = (
+    (_LARGE, f"sync:muon,momentum=0.9 {_PD}:muon,momentum=0.9", 0.03, (1, 2, 3)),
+    (_LARGE, f"sync:muon,momentum=0.9 {_PD}:muon,momentum=0.9", 0.01, (1, 2, 3)),
+    (_LARGE, "sync:muon,momentum=0.9", 0.003, (1,)),
+    (_LARGE_1, f"{_H}:muon,momentum=0.8,{_B}", 0.01, (1,)),
+    (_LARGE_1, f"{_H}:muon,momentum=0.8,{_B}", 0.003, (1,)),
+    (_LARGE_1, f"{_H}:muon,momentum=0.8,{_B}", 0.03, (1, 2, 3)),
+    (_LARGE_1, f"{_H}:muon,momentum=0.5,{_B}", 0.01, (1,)),
+    (_LARGE_1, f"{_D}:muon,momentum=0.5", 0.01, (1,)),
+    (_LARGE_1, f"{_D}:muon,momentum=0.5", 0.03, (1,)),
     (Case("digits", 8, 1), f"{_D}:muon,momentum=0.5 sync:muon,momentum=0.9", 0.01, (1,)),
     (Case("digits", 8, 8), f"{_PD}:muon,momentum=0.9", 0.01, (1,)),
     (Case("digits", 8, 1), f"sync:muon {_D}:muon,momentum=0.5", 0.003, (1, 2, 3)),
