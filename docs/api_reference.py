@@ -210,7 +210,7 @@ def named_lines(paragraph: str) -> list[tuple[list[str], str]]:
     """The names and text of each line of a list `name, name: text`; empty for other paragraphs."""
     found = [_FIELD.fullmatch(item) for item in re.split(r"\n(?!\s)", paragraph)]
     return [
-        (re.findall(r"\w+(?<!\bor)", match[1]), " ".join(match[2].split()))
+        (re.findall(r"\b(?!or\b)\w+", match[1]), " ".join(match[2].split()))
         for match in found
         if match and all(found)
     ]

@@ -58,7 +58,8 @@ def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
     output_bytes, buffer_bytes: sizes of its result and of its buffers
     parameters or param_bytes: {name: bytes} or their sum
     frozen: {name: bytes} of parameters without gradient
-    saved or saved_bytes, saved_as: {storage: bytes} for backward or their sum, {tensor: storage}
+    saved or saved_bytes: {storage: bytes} kept for backward, or their sum
+    saved_as: {tensor: storage that it is in}
     transient_bytes: additional need while it runs; by default `output_bytes`
     live_bytes: values without gradient that are held while it runs
     modules, block, label: enclosing modules from the block inwards; the block; a text for people
@@ -175,9 +176,7 @@ _NEXT_TO_NOTHING = 1 / 8
 """The share of its need that a model may save up to an opening operation, itself included."""
 
 
-def _held(
-    nodes: Sequence[Mapping[str, Any]],
-) -> tuple[tuple[SharedBytes, ...], Floats, Floats]:
+def _held(nodes: Sequence[Mapping[str, Any]]) -> tuple[tuple[SharedBytes, ...], Floats, Floats]:
     """`saved`, `transient_bytes` and `live_bytes` of the groups. The need of an opening operation
     is moved to the live bytes, together with all that groups up to it save."""
     saved = _shared_bytes(map(_saved, nodes))
