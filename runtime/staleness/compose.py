@@ -8,8 +8,9 @@ part of training on stale weights, and every requirement must be met.
     optimizer       no delay    late, k > 1                          late, k = 1
     muon            stash       stash+partial-gradient+delay-rate    stash+hidden-delay-rate
     with replicas   stash       stash+msnag+delay-rate               stash+hidden-delay-rate
+    tensor ranks    stash       stash+delay-rate                     stash+delay-rate
     adamw           stash       stash+partial-gradient               stash
-    with replicas   stash       stash                                stash
+    with either     stash       stash                                stash
     all others      stash       stash                                stash
 
 k is the number of micro-batches of a step; with more than one, a part of the next gradient is known
