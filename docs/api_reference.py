@@ -177,6 +177,7 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ("runtime.errors", "AsyncPipeError"),
             ("runtime.errors", "ModelError"),
             ("runtime.errors", "CaptureError"),
+            ("runtime.errors", "GpuStoppedError"),
             ("runtime.errors", "PlanError"),
             ("runtime.errors", "ScheduleError"),
             ("runtime.errors", "TransportError"),
