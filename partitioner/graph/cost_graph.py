@@ -46,9 +46,7 @@ from .rematerialize import num_bytes
 
 
 def costs_of(graph: nx.DiGraph, link: Link | None = None) -> Costs:
-    """The arrays of a cost graph; missing attributes are zero.
-
-    Attributes of a node:
+    """The arrays of a cost graph. Attributes of a node, zero where they are missing:
 
     forward_ms, backward_ms: times of one micro-batch
     weight_ms: the part of the backward for weight gradients; by default half of it if the node has
