@@ -99,9 +99,9 @@ def rounding_or_defect(
 
 
 def _with_equal_draws(model: nn.Module, compared: Callable[[], Verified]) -> Verified:
-    """The result of `compared`. Kernels of attention draw dropout from equal seeds in different
-    ways, and a GPU has several, which a mask or its absence chooses from: where something differs
-    there, the one of plain matrix products computes all attention."""
+    """The result of `compared`. A GPU has several kernels of attention, which draw different
+    dropout from equal seeds; torch chooses one by the mask, among others. Where something differs
+    there, model and stages are compared again with the kernel of plain matrix products."""
     try:
         return compared()
     except Differs:

@@ -57,7 +57,7 @@ class OptimizerFacts:
     recommended_to_predict: bool = False
     """`partial-gradient` lowered losses (docs/asynchronous-evidence.md)."""
     recommended_to_slow: bool = False
-    """So did `delay-rate` and `hidden-delay-rate`."""
+    """`delay-rate` and `hidden-delay-rate` lowered losses as well."""
     known_step_sizes: bool = False
     """The size of its steps follows from its state (`staleness/step_sizes.py`)."""
     timed_as: str | None = None

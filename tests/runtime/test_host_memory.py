@@ -73,7 +73,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(
-    platform.python_implementation() != "CPython" or sys.version_info < (3, 11),
+    platform.python_implementation() != "CPython",
     reason="frames of Python functions are not mapped in pieces",
 )
 def test_with_room_no_loop_maps_and_unmaps_the_memory_of_its_frames() -> None:
