@@ -7,10 +7,12 @@ compiled run, and kept afterwards: its first step is listed for each round. The 
 `torch.compile` of the whole model, with one micro-batch in one process and an empty cache, is
 measured for comparison.
 
-    python benchmarks/compiled.py --rounds 3
+    python benchmarks/compiled.py --rounds 2              all; results/compiled.json
+    python benchmarks/compiled.py --models llama.py:build
 """
 
 import argparse
+import json
 import math
 import os
 import statistics
@@ -21,17 +23,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import write_result
+from machine import RESULTS, write_result
 
 import asyncpipe
 from asyncpipe.partitioner.compile import partition_source
 from asyncpipe.partitioner.models.load import ModelSource, load_model
 from asyncpipe.partitioner.planning.options import PartitionOptions
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2, 4 blocks": ("gpt2", {"n_layer": 4}),
-    "mlp": ("mlp", {}),
+HERE = Path(__file__).parent
+CASES: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_args": {"n_layer": 4}, "micro_batch_size": 1, "seq": 128},
+    "gpt.py:build": {},
+    "llama.py:build": {},
+    "t5.py:build": {},
+    "images.py:resnet": {},
+    "images.py:vit": {},
 }
+"""Four blocks of gpt2, and the models of the throughput benchmarks."""
 
 
 def step_of(folder: Path, output: Path, steps: int, compiled: bool) -> dict[str, Any]:
@@ -71,11 +79,11 @@ def loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
-def measure(spec: str, model_args: dict[str, Any], rounds: int, steps: int) -> dict[str, Any]:
+def measure(model: str, rounds: int, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(place / "kernels")
-        source = load_model(spec, model_args=model_args, micro_batch_size=1, seq=128)
+        source = load_model(str(HERE / model) if ":" in model else model, **CASES[model])
         start_s = time.perf_counter()
         partition_source(
             source, PartitionOptions(stages=2, output=place / "made", profile="analytic")
@@ -107,14 +115,13 @@ def measure(spec: str, model_args: dict[str, Any], rounds: int, steps: int) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--models", nargs="*", default=list(CASES), choices=list(CASES))
     arguments = parser.parse_args()
-    table = {}
+    table = json.loads((RESULTS / "compiled.json").read_text())["table"]
     for name in arguments.models:
-        row = measure(*CASES[name], arguments.rounds, arguments.steps)
-        table[name] = row
+        row = table[name] = measure(name, arguments.rounds, arguments.steps)
         starts = [each["first_step_s"] for each in row["runs"]["compiled"]]
         print(
             f"{name:16} plain {row['plain']:8.1f} ms  compiled {row['compiled']:8.1f} ms  ratio "
@@ -123,7 +130,8 @@ def main() -> None:
             f"compiled model {row['first_step_of_compiled_model_s']} s",
             flush=True,
         )
-    write_result("compiled", {"rounds": arguments.rounds, "steps": arguments.steps, "table": table})
+    kept = {name: table[name] for name in CASES if name in table}
+    write_result("compiled", {"rounds": arguments.rounds, "steps": arguments.steps, "table": kept})
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
 from torch.autograd import Function
@@ -114,7 +115,7 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 def _patched_functions(
     recorder: PatchRecorder, len_scopes: Iterable[MutableMapping[str, Any]]
 ) -> Iterator[None]:
-    """Patches `len`, `all`, `any`, and transformers' question whether a tensor is fake."""
+    """Patches `len`, `all`, `any`, attention, and transformers' question whether a tensor is fake."""
     scopes = [scope for scope in len_scopes if "len" not in scope]
     # transformers asks whether a tensor is fake before it branches on the tensor's values.
     asks = vars(sys.modules.get("transformers.utils.import_utils", builtins))
@@ -124,7 +125,10 @@ def _patched_functions(
             scope["len"] = _symbolic_len
         if is_fake is not None:
             asks["is_fake_tensor"] = lambda value: is_fake(value) and not recorder.is_known(value)
-        with _replaced(builtins, all=_all, any=_any):
+        with (
+            _replaced(builtins, all=_all, any=_any),
+            _replaced(F, scaled_dot_product_attention=_attention),
+        ):
             yield
     finally:
         if is_fake is not None:
@@ -262,6 +266,16 @@ def _all(values: Iterable[Any]) -> bool:
 def _any(values: Iterable[Any]) -> bool:
     is_row = isinstance(values, Tensor) and values.dim() == 1
     return bool(values.any()) if is_row else _builtin_any(values)  # type: ignore[attr-defined]
+
+
+_builtin_attention = F.scaled_dot_product_attention
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    """Attention with `is_causal=length > 1`: the operator takes no relation of free sizes."""
+    if isinstance(kwargs.get("is_causal"), torch.SymBool):
+        kwargs["is_causal"] = bool(kwargs["is_causal"])
+    return _builtin_attention(*args, **kwargs)
 
 
 class LenNeeded(BaseException):

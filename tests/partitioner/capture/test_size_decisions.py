@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -64,6 +65,9 @@ class _Decides(nn.Module):
         if self.how == "same size":
             longer = x.new_zeros(torch.sym_max(batch, 5), 6)
             return x * 2 if x.is_same_size(longer) else x
+        if self.how == "attention":
+            q = x[None]
+            return F.scaled_dot_product_attention(q, q, q, is_causal=batch > 3)
         if self.how == "asserted":
             assert batch <= 5
             return x
@@ -75,7 +79,7 @@ _AGREE = {
     "int of a quotient": (4, 5), "chunks": (4, 5, 6), "range": (4, 5),
     "divides": range(2, 20, 2), "in": (2, 4, *range(6, 20)), "between": range(3, 7),
     "last": range(2, 5), "training": range(2, 7), "evaluation": range(2, 7),
-    "same size": range(2, 5), "asserted": range(2, 6),
+    "same size": range(2, 5), "attention": range(4, 20), "asserted": range(2, 6),
 }  # fmt: skip
 
 
@@ -102,7 +106,7 @@ def _runs(captured: Capture, x: Tensor, training: bool) -> bool:
 
 @pytest.mark.parametrize("how", _AGREE)
 def test_sizes_that_decide_otherwise_are_refused_and_all_others_are_exact(how: str) -> None:
-    captured = capture(_Decides(how), {"x": X})
+    captured = capture(_Decides(how), {"x": X}, method="tracer")
     modes = {"training": (True,), "evaluation": (False,)}.get(how, (True, False))
     for training in (True, False):
         ran = [size for size in range(2, 20) if _runs(captured, _samples(size), training)]
