@@ -20,7 +20,7 @@ _WIDTH = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embed_dim", "em
 _WIDTH += ("d_embed", "projection_dim", "moe_intermediate_size", "word_embed_proj_dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "depth")
 _LAYERS += ("decoder_layers", "num_decoder_layers", "num_encoder_layers", "num_global_layers")
-_LAYERS += ("speech_encoder_layers",)
+_LAYERS += ("speech_encoder_layers", "num_self_attends_per_block")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_experts")
 _HEADS += ("encoder_attention_heads", "decoder_attention_heads", "num_local_experts")
 _HEADS += ("n_routed_experts", "moe_num_experts", "zero_expert_num")
@@ -46,6 +46,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
     "num_key_value_heads": 2,
     "index_topk": 4,
+    "num_latents": 8,
     "rotary_dim": 4,
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
