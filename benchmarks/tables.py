@@ -1,5 +1,5 @@
-"""Writes three tables of docs/benchmarks.md from the committed results: throughput, `auto`, and
-predictions.
+"""Writes four tables of docs/benchmarks.md from the committed results: throughput, `auto`,
+compiled stages, and predictions.
 
 python benchmarks/tables.py
 """
@@ -7,7 +7,7 @@ python benchmarks/tables.py
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
@@ -34,7 +34,7 @@ ROWS = {
     "torch GPipe": "torch's GPipe",
     "DDP": "torch's DDP",
 }
-PREDICTED = {
+NAMES = {
     "bert-base-uncased": "bert-base",
     "gpt.py:build": "GPT",
     "llama.py:build": "Llama",
@@ -87,6 +87,44 @@ def _of_each(rates: Mapping[str, float], each: int) -> dict[str, float]:
     return {name.removesuffix(end): rate for name, rate in rates.items() if name.endswith(end)}
 
 
+COMPILED = {
+    "gpt.py:build": "gpt",
+    "llama.py:build": "llama",
+    "t5.py:build": "t5",
+    "images.py:resnet": "resnet",
+    "images.py:vit": "vit",
+}
+"""The models of `compiled.py` and their cases in `runtime.py`."""
+
+
+def compiled() -> str:
+    """The table of compiled stages: rates relative to those without `--compile`, and starts."""
+    lines = [
+        "| | compiled `1f1b` of `1f1b` | compiled DDP of DDP | compiled copies of copies "
+        "| losses differ by | partition | first step, empty cache | full cache "
+        "| compiled whole model |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    starts = json.loads((HERE / "results" / "compiled.json").read_text())["table"]
+    for model, start in starts.items():
+        ratios = ["", "", ""]
+        if model in COMPILED:
+            rates = shares_of(f"compiled-{COMPILED[model]}-m8")
+            pairs = (
+                (rates["1f1b, compiled"], rates["1f1b"]),
+                (rates["DDP, compiled"], rates["DDP"]),
+                (rates["the same, compiled"], 1.0),
+            )
+            ratios = [f"{ours / plain:.1%}" for ours, plain in pairs]
+        first, *later = (run["first_step_s"] for run in start["runs"]["compiled"])
+        whole_s = start["first_step_of_compiled_model_s"]
+        seconds = (start["partition_s"], first, median(later), whole_s)
+        difference = f"{start['largest_relative_difference_of_losses']:.0e}"
+        cells = (*ratios, difference, *(f"{each:.1f} s" for each in seconds))
+        lines.append(f"| {NAMES.get(model, model)} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def predictions() -> str:
     """The table of predicted / measured - 1, for plans of two and of four stages."""
     lines = [
@@ -105,7 +143,7 @@ def predictions() -> str:
                 _range_of(row["peak_mib"]),
             )
         ]
-        lines.append(f"| {PREDICTED.get(model, model)} | {' | '.join(cells)} |")
+        lines.append(f"| {NAMES.get(model, model)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -118,7 +156,7 @@ def written(page: str) -> str:
     """The page with the tables of the present results."""
     first, *rest = page.split(BEGIN)
     after = (part.partition(END)[2] for part in rest)
-    made = zip((throughput(), auto_schedules(), predictions()), after, strict=True)
+    made = zip((throughput(), auto_schedules(), compiled(), predictions()), after, strict=True)
     return first + "".join(f"{BEGIN}\n{table}\n{END}{text}" for table, text in made)
 
 

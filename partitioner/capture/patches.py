@@ -115,7 +115,7 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 def _patched_functions(
     recorder: PatchRecorder, len_scopes: Iterable[MutableMapping[str, Any]]
 ) -> Iterator[None]:
-    """Patches `len`, `all`, `any`, attention, and transformers' question whether a tensor is fake."""
+    """Patches `len`, `all`, `any`, attention, and transformers' test for fake tensors."""
     scopes = [scope for scope in len_scopes if "len" not in scope]
     # transformers asks whether a tensor is fake before it branches on the tensor's values.
     asks = vars(sys.modules.get("transformers.utils.import_utils", builtins))
