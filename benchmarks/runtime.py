@@ -39,7 +39,6 @@ import peers
 import torch
 import torch.distributed as dist
 from cases import (
-    FAMILIES,
     QUIET,
     Case,
     Turn,
@@ -98,15 +97,11 @@ CASES = {
     "t5-m8": Case(ranks=2, micro_batches=8, family="t5", only=LEADING),
     "resnet-m8": Case(ranks=2, micro_batches=8, family="resnet", only=LEADING),
     "vit-m8": Case(ranks=2, micro_batches=8, family="vit", only=LEADING),
-    **{
-        f"compiled-{family}-m8": Case(
-            ranks=2,
-            micro_batches=8,
-            family=family,
-            only=("DDP", DDP_COMPILED, "1f1b", "1f1b, compiled", CEILING_COMPILED),
-        )
-        for family in FAMILIES
-    },
+    "compiled-m8": Case(
+        ranks=2,
+        micro_batches=8,
+        only=("DDP", DDP_COMPILED, "1f1b", "1f1b, compiled", CEILING_COMPILED),
+    ),
     # Weights are many and samples are few: what data parallelism sends is as much as it computes.
     "wide-m8": Case(
         ranks=2,

@@ -87,40 +87,20 @@ def _of_each(rates: Mapping[str, float], each: int) -> dict[str, float]:
     return {name.removesuffix(end): rate for name, rate in rates.items() if name.endswith(end)}
 
 
-COMPILED = {
-    "gpt.py:build": "gpt",
-    "llama.py:build": "llama",
-    "t5.py:build": "t5",
-    "images.py:resnet": "resnet",
-    "images.py:vit": "vit",
-}
-"""The models of `compiled.py` and their cases in `runtime.py`."""
-
-
 def compiled() -> str:
-    """The table of compiled stages: rates relative to those without `--compile`, and starts."""
+    """The table of stages with `--compile`: steps and losses beside plain ones, and starts."""
     lines = [
-        "| | compiled `1f1b` of `1f1b` | compiled DDP of DDP | compiled copies of copies "
-        "| losses differ by | partition | first step, empty cache | full cache "
-        "| compiled whole model |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| | compiled step of plain step | losses differ by | partition | first step, empty cache "
+        "| full cache | compiled whole model, empty cache |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    starts = json.loads((HERE / "results" / "compiled.json").read_text())["table"]
-    for model, start in starts.items():
-        ratios = ["", "", ""]
-        if model in COMPILED:
-            rates = shares_of(f"compiled-{COMPILED[model]}-m8")
-            pairs = (
-                (rates["1f1b, compiled"], rates["1f1b"]),
-                (rates["DDP, compiled"], rates["DDP"]),
-                (rates["the same, compiled"], 1.0),
-            )
-            ratios = [f"{ours / plain:.1%}" for ours, plain in pairs]
-        first, *later = (run["first_step_s"] for run in start["runs"]["compiled"])
-        whole_s = start["first_step_of_compiled_model_s"]
-        seconds = (start["partition_s"], first, median(later), whole_s)
-        difference = f"{start['largest_relative_difference_of_losses']:.0e}"
-        cells = (*ratios, difference, *(f"{each:.1f} s" for each in seconds))
+    table = json.loads((HERE / "results" / "compiled.json").read_text())["table"]
+    for model, row in table.items():
+        first, *later = (run["first_step_s"] for run in row["runs"]["compiled"])
+        whole_s = row["first_step_of_compiled_model_s"]
+        seconds = (row["partition_s"], first, median(later), whole_s)
+        difference = f"{row['largest_relative_difference_of_losses']:.0e}"
+        cells = (f"{row['ratio']:.2f}", difference, *(f"{each:.1f} s" for each in seconds))
         lines.append(f"| {NAMES.get(model, model)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
