@@ -176,6 +176,8 @@ class _Table:
 
     def fill(self, inside: WorkWindows, *, may_be_empty: bool) -> None:
         work = self.downsets.work
+        if may_be_empty:
+            self.best[inside.low <= 0, 0] = 0.0  # the first stages may be the empty ones
         alive = np.zeros(len(work), dtype=bool)
         alive[0] = True
         start = 1

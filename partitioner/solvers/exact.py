@@ -4,8 +4,9 @@
 2. Reductions keep a plan within T that is as good (`reductions.py`).
 3. The search over downsets (`downset_search.py`) runs with a limit that rises from the simple bound
 to T: a limit without a plan is a proven bound, and the first limit with a plan gives the optimum.
-4. If there are too many downsets, a mixed-integer program with a time limit (`milp.py`) gives a
-plan, which moves of single groups improve, and a proven bound.
+4. If there are too many downsets, moves of single groups improve the best cuts of several orders,
+the search over the downsets of a relaxation (`relaxed_freedom.py`) gives a bound, and a
+mixed-integer program with a time limit (`milp.py`) may improve both.
 
 The bound holds for every plan in which no edge goes backwards. Among plans within `prefer_modules`
 of the optimum, the method returns the tidiest cut of one order, as `chain.py` does.
@@ -19,7 +20,7 @@ so the result is the optimum over all orders. This is the setting of Tarnawski e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -41,12 +42,14 @@ from .downset_search import (
 from .interval_sums import Downsets, find_downsets
 from .local_search import Budget, GroupDivision, NeighbourOrder, chains, descend
 from .reductions import cautious, contracted, reduce, without_memory
+from .relaxed_freedom import relaxed
 
 MOST_DOWNSETS = 150_000
 _MOST_PAIRS = 250_000_000
 _FEW_PAIRS = 1_000_000
 _MOST_VARIABLES = 60_000
 _MOST_TRIALS = 40_000  # about 4 s
+_NEAR = 0.01  # of the bound: nearer plans and their bounds are left to the program
 _ROUNDING = 1e-9
 
 
@@ -122,12 +125,16 @@ def _by_program(
     problem: Problem, stage_of: Sequence[int] | None, limit_ms: float, bound_ms: float
 ) -> tuple[Sequence[int] | None, float]:
     """The same by the mixed-integer program, unless that is too large as well."""
-    for order in other_orders(problem.costs):
-        other = _best_of_order(problem, order)
-        if _score_ms(problem, other) < limit_ms:
-            stage_of, limit_ms = other, _score_ms(problem, other)
+    starts = [stage_of, *(_best_of_order(problem, order) for order in other_orders(problem.costs))]
+    stage_of, limit_ms = _best_of(problem, starts, stage_of, limit_ms)
     bound_ms = min(bound_around_ms(problem, bound_ms, limit_ms), limit_ms)
+    is_far = limit_ms > bound_ms * (1 + _NEAR)
+    if is_far:
+        moved = (_moved_and_cut(problem, start) for start in starts if start is not None)
+        stage_of, limit_ms = _best_of(problem, moved, stage_of, limit_ms)
     reduced = reduce(problem, limit_ms, join_idle=False)
+    if is_far:
+        bound_ms = _relaxed_bound_ms(reduced.problem, bound_ms, limit_ms)
     size = len(reduced.problem.costs.groups) * problem.stages
     if size > _MOST_VARIABLES or limit_ms <= bound_ms * (1 + milp.GAP):
         return stage_of, bound_ms
@@ -137,15 +144,60 @@ def _by_program(
         known = np.asarray(stage_of)[first].tolist()
     improved = milp.improve(reduced.problem, known, limit_ms, seconds=milp.SECONDS)
     if improved.stage_of is not None:
-        stage_of_item = _moved(reduced.problem, improved.stage_of)
+        better = _moved_and_cut if is_far else _moved
+        stage_of_item = better(reduced.problem, improved.stage_of)
         stage_of = tuple(np.asarray(stage_of_item)[reduced.item_of].tolist())
     return stage_of, max(bound_ms, improved.bound_ms)
 
 
-def _moved(problem: Problem, stage_of: Sequence[int]) -> Sequence[int]:
-    """The plan after moves of single groups, if that is better: the program stops at its time
-    limit.
+def _best_of(
+    problem: Problem,
+    plans: Iterable[Sequence[int] | None],
+    stage_of: Sequence[int] | None,
+    limit_ms: float,
+) -> tuple[Sequence[int] | None, float]:
+    """The best of the plans and its score, or the given plan if none is below the limit."""
+    for plan in plans:
+        if _score_ms(problem, plan) < limit_ms:
+            stage_of, limit_ms = plan, _score_ms(problem, plan)
+    return stage_of, limit_ms
+
+
+def _relaxed_bound_ms(problem: Problem, bound_ms: float, limit_ms: float) -> float:
+    """The optimum of the relaxation, or a limit below it, if that is a larger bound."""
+    easier = relaxed(problem, limit_ms)
+    if easier is None:
+        return bound_ms
+    walk = in_order(easier)
+    downsets = find_downsets(
+        easier.costs,
+        easier.least_work_ms,
+        windows(easier, walk, limit_ms),
+        most=MOST_DOWNSETS,
+    )
+    if downsets is None:
+        return bound_ms
+    # A stage with only groups that the relaxation leaves out has none there.
+    _, easier_ms = rising_search(easier, walk, downsets, bound_ms, limit_ms, may_be_empty=True)
+    return min(max(bound_ms, easier_ms), limit_ms)
+
+
+def _moved_and_cut(problem: Problem, stage_of: Sequence[int]) -> Sequence[int]:
+    """The plan after moves of single groups and the best cut of the order that they lead to, in
+    turn while both make it better: a cut moves whole runs of groups, which single moves cannot.
     """
+    best_ms = np.inf
+    while (score_ms := _score_ms(problem, stage_of)) < best_ms * (1 - _ROUNDING):
+        best_ms = score_ms
+        moved = _moved(problem, stage_of)
+        order: Ints = np.lexsort((np.arange(len(moved)), np.asarray(moved)))
+        stage_of = _best_of_order(problem, order) or moved
+        stage_of = min(moved, stage_of, key=lambda plan: _score_ms(problem, plan))
+    return stage_of
+
+
+def _moved(problem: Problem, stage_of: Sequence[int]) -> Sequence[int]:
+    """The plan after moves of single groups, if that is better."""
     parts, order, budget = (
         GroupDivision(problem, stage_of),
         NeighbourOrder(problem.costs),
@@ -171,13 +223,19 @@ def _with_idle_stages_ms(
 
 
 def rising_search(
-    problem: Problem, walk: SearchStates, downsets: Downsets, bound_ms: float, limit_ms: float
+    problem: Problem,
+    walk: SearchStates,
+    downsets: Downsets,
+    bound_ms: float,
+    limit_ms: float,
+    *,
+    may_be_empty: bool = False,
 ) -> tuple[SearchResult | None, float]:
     """Searches with limits from the bound to `limit_ms`; None when the work exceeds its limit."""
     for trial_ms, pairs in _limits(problem, walk, downsets, bound_ms, limit_ms):
         if pairs > _MOST_PAIRS:
             return None, bound_ms
-        result = search(problem, walk, downsets, trial_ms)
+        result = search(problem, walk, downsets, trial_ms, may_be_empty=may_be_empty)
         if result.score_ms < np.inf:
             return result, result.score_ms
         bound_ms = max(bound_ms, trial_ms)

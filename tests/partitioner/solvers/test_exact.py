@@ -20,7 +20,12 @@ from asyncpipe.partitioner.graph.problem import Placement, Problem, evaluate
 from asyncpipe.partitioner.graph.rank_model import Device, RankConfig
 from asyncpipe.partitioner.planning.solve import solve
 from asyncpipe.partitioner.solvers import METHODS, exact, milp
-from asyncpipe.partitioner.solvers.bounds import bound_around_ms, more_than_any_ms
+from asyncpipe.partitioner.solvers.bounds import (
+    bound_around_ms,
+    more_than_any_ms,
+    other_orders,
+    simple_bound_ms,
+)
 from asyncpipe.partitioner.solvers.downset_search import in_order, search
 from asyncpipe.partitioner.solvers.exact import place_unordered
 from asyncpipe.partitioner.solvers.interval_sums import PairSums, WorkWindows, find_downsets
@@ -38,9 +43,13 @@ EVERYWHERE = WorkWindows(np.array([-np.inf]), np.array([np.inf]))
 
 
 @st.composite
-def problems(draw: st.DrawFn, schedules: tuple[str, ...] = ("async-1f1b",)) -> tuple:
+def problems(
+    draw: st.DrawFn,
+    schedules: tuple[str, ...] = ("async-1f1b",),
+    drawn: st.SearchStrategy[nx.DiGraph] | None = None,
+) -> tuple:
     """A small graph and ranks that are unlike in speed, memory, links and what they pay."""
-    graph = draw(graphs())
+    graph = draw(graphs() if drawn is None else drawn)
     shared = draw(st.booleans())
     for node in graph:
         names = draw(st.sets(st.sampled_from("vw"), max_size=1)) if shared else {str(node)}
@@ -51,7 +60,10 @@ def problems(draw: st.DrawFn, schedules: tuple[str, ...] = ("async-1f1b",)) -> t
             transient_bytes=draw(st.integers(0, 5)),
             live_bytes=draw(st.integers(0, 12)),
             buffer_bytes=draw(st.integers(0, 3)),
-            times_on={"slow": (draw(st.integers(0, 9)), draw(st.integers(0, 9)))},
+            times_on={
+                "slow": graph.nodes[node].get("slow_ms")
+                or (draw(st.integers(0, 9)), draw(st.integers(0, 9)))
+            },
         )
     stages = draw(st.integers(1, min(len(graph), 4 if len(graph) < 6 else 3)))
     alike = draw(st.booleans())
@@ -131,6 +143,86 @@ def test_what_surrounds_a_heavy_group_bounds_every_plan(case):
         assert bound_around_ms(problem, 0.0, limit_ms) <= best * (1 + 1e-9) + 1e-6
 
 
+@st.composite
+def graphs_with_freedom(draw: st.DrawFn) -> nx.DiGraph:
+    """A path whose groups read masks, and like groups that all read the first group."""
+    graph = nx.DiGraph(name="keys and masks")
+    times, sizes = st.integers(0, 9), st.sampled_from([1, 1, 5])
+    path = [f"path {index}" for index in range(draw(st.integers(2, 4)))]
+    masks = [f"mask {index}" for index in range(draw(st.integers(0, 1)))]
+    readers = draw(st.lists(st.sampled_from(path[1:]), min_size=2, max_size=3))
+    keys = [f"key {index}" for index in range(len(readers))]
+    for group in (path[0], *masks, *keys, *path[1:]):
+        graph.add_node(group, forward_ms=draw(times), backward_ms=draw(times))
+    like = {"forward_ms": draw(times), "backward_ms": draw(times)}
+    slow_ms = draw(times), draw(times)
+    for mask in masks:
+        graph.add_edge(mask, draw(st.sampled_from(path[1:])), tensors={}, grads={})
+    for before, group in itertools.pairwise(path):
+        graph.add_edge(before, group, tensors={"x": 2}, grads={"x": 2})
+    for key, reader in zip(keys, readers, strict=True):
+        graph.nodes[key].update(**like, slow_ms=slow_ms)
+        sent = {"k": draw(sizes)}
+        graph.add_edge(path[0], key, tensors={"x": 2}, grads={"x": 2})
+        graph.add_edge(key, reader, tensors=sent, grads=sent)
+    return graph
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(("async-1f1b", "1f1b", "zb-h1"), graphs_with_freedom()))
+def test_a_relaxation_bounds_every_plan(case):
+    graph, problem = case
+    best = least_score_ms(graph, problem)
+    for limit_ms in (best, 1.5 * best):
+        if 0 < limit_ms < np.inf:
+            bound_ms = exact._relaxed_bound_ms(problem, 0.0, limit_ms)
+            assert bound_ms <= best * (1 + 1e-9)
+
+
+def keys(work_ms: dict[str, float], edges: list[tuple[str, str]]) -> nx.DiGraph:
+    """Groups whose values cost nothing to send, but for those of keys, which take 1 ms."""
+    graph = nx.DiGraph(name="keys")
+    for group, forward_ms in work_ms.items():
+        graph.add_node(group, forward_ms=forward_ms)
+    for source, target in edges:
+        graph.add_edge(source, target, tensors={"x": int(source.startswith("key"))}, grads={})
+    return graph
+
+
+def test_a_later_key_may_be_computed_before_an_earlier_one():
+    work_ms = {"first": 4.0, "key 1": 2.0, "key 2": 2.0, "second": 4.0, "third": 6.0}
+    path = [("first", "second"), ("second", "third")]
+    read = [("key 1", "second"), ("key 2", "third")]
+    graph = keys(work_ms, [("first", "key 1"), ("first", "key 2"), *path, *read])
+    problem = problem_of(graph, 3, Link(bytes_per_s=1e3))
+    # Key 2 from the first stage to the third; in the order of the keys it would be 8.
+    assert least_score_ms(graph, problem) == pytest.approx(7)
+    assert exact._relaxed_bound_ms(problem, 0.0, 8.0) <= 7 * (1 + 1e-9)
+
+
+def test_the_first_stage_may_be_the_empty_one():
+    graph = nx.DiGraph(name="slow first")
+    for group in ("first", "second"):
+        graph.add_node(group, forward_ms=1.0)
+    nx.add_path(graph, graph)
+    devices = Device(speed=0.1), Device(speed=1.0)
+    problem = problem_of(graph, 2, setting=RankConfig(devices))
+    downsets = find_downsets(problem.costs, problem.least_work_ms, EVERYWHERE, most=9)
+    walk = in_order(problem)
+    assert search(problem, walk, downsets, 99.0).score_ms == pytest.approx(10)
+    assert search(problem, walk, downsets, 99.0, may_be_empty=True).score_ms == 2
+
+
+def test_keys_of_parallel_readers_have_no_order():
+    work_ms = {"first": 5.0, "key 1": 3.0, "key 2": 3.0, "long": 6.0, "short": 1.0}
+    read = [("key 1", "long"), ("key 2", "short")]
+    graph = keys(work_ms, [("first", "key 1"), ("first", "key 2"), *read])
+    problem = problem_of(graph, 2, Link(bytes_per_s=1e3))
+    # Key 2 is on the first stage and key 1 on the second.
+    assert least_score_ms(graph, problem) == pytest.approx(9)
+    assert exact._relaxed_bound_ms(problem, 0.0, 10.0) <= 9 * (1 + 1e-9)
+
+
 def test_a_plan_with_three_holders_of_a_parameter_fits():
     graph = nx.DiGraph(name="three holders")
     for node in range(5):
@@ -196,6 +288,51 @@ def test_a_plan_that_the_program_leaves_out_of_balance_is_mended_by_moves(monkey
     stage_of, _ = exact._by_program(problem, lopsided, 25.0, 1.0)
     assert exact._score_ms(problem, lopsided) == 25
     assert exact._score_ms(problem, stage_of) == 13
+
+
+def without_time(problem, stage_of, limit_ms, **_):
+    """The program, which has no time to find a plan or a bound."""
+    return milp.Improved(tuple(stage_of), 0.0)
+
+
+def test_the_order_that_moves_lead_to_is_cut_again(monkeypatch):
+    monkeypatch.setattr(milp, "improve", without_time)
+    problem = problem_of(branches(3, 3, whole=5), 4, Link(0.01, 1e6))
+    given = exact._best_of_order(problem)
+    cuts = [given, *(exact._best_of_order(problem, order) for order in other_orders(problem.costs))]
+    best = min(cuts, key=lambda stage_of: exact._score_ms(problem, stage_of))
+    assert exact._score_ms(problem, exact._moved(problem, best)) == pytest.approx(11.04)
+    stage_of, _ = exact._by_program(problem, given, exact._score_ms(problem, given), 1.0)
+    assert exact._score_ms(problem, stage_of) == pytest.approx(10.03)
+
+
+def encoder_and_decoder(layers: int) -> nx.DiGraph:
+    """A decoder with a mask, a key and a value in every layer; the latter read the encoder."""
+    graph = nx.DiGraph(name="encoder and decoder")
+    graph.add_node("output", forward_ms=4.0, output_bytes=100)
+    last = "output"
+    for layer in range(layers):
+        attention = f"{layer} attention"
+        graph.add_node(f"{layer} mask", forward_ms=0.01)
+        for name in ("key", "value"):
+            graph.add_node(f"{layer} {name}", forward_ms=1.0, output_bytes=100)
+            graph.add_edge("output", f"{layer} {name}")
+            graph.add_edge(f"{layer} {name}", attention)
+        graph.add_node(attention, forward_ms=5.0, output_bytes=100)
+        graph.add_edge(f"{layer} mask", attention, tensors={}, grads={})
+        graph.add_edge(last, attention)
+        last = attention
+    return graph
+
+
+def test_groups_that_may_be_almost_anywhere_are_counted_in_a_bound(monkeypatch):
+    monkeypatch.setattr(milp, "improve", without_time)
+    problem = problem_of(encoder_and_decoder(16), 4, Link(bytes_per_s=1e6))
+    assert find_downsets(problem.costs, problem.least_work_ms, EVERYWHERE, most=10**5) is None
+    placement = exact.place(problem)
+    score_ms = evaluate(problem, placement).score_ms
+    assert placement.bound_ms <= score_ms
+    assert simple_bound_ms(problem) * 1.02 < score_ms < placement.bound_ms * 1.02
 
 
 @settings(max_examples=60, deadline=None)
@@ -326,14 +463,16 @@ def test_a_program_without_time_keeps_the_plan_and_has_a_bound():
     assert evaluate(problem, Placement(found.stage_of)).score_ms <= limit_ms
 
 
-def branches(number: int, length: int) -> nx.DiGraph:
-    """A model that forks into chains of unlike work, which join again."""
+def branches(number: int, length: int, whole: int = 0) -> nx.DiGraph:
+    """A model that forks into chains of unlike work, which join again; the work is in whole
+    milliseconds below `whole`, if that is given.
+    """
     rng = np.random.default_rng(number * length)
     graph = nx.DiGraph(name="branches")
     graph.add_node("in", forward_ms=1.0, output_bytes=1000)
     for branch in range(number):
         for part in range(length):
-            work_ms = float(rng.uniform(0.5, 2.0))
+            work_ms = float(rng.integers(1, whole) if whole else rng.uniform(0.5, 2.0))
             graph.add_node(f"{branch}.{part}", forward_ms=work_ms, output_bytes=1000)
             graph.add_edge(f"{branch}.{part - 1}" if part else "in", f"{branch}.{part}")
     graph.add_node("out", forward_ms=1.0)
