@@ -1,5 +1,5 @@
-"""What all tests share: one thread a process; measured costs, and which folders are trusted, in a
-folder of their own, never the user's."""
+"""What all tests share: one thread a process; examples without a time limit; measured costs, and
+which folders are trusted, in a folder of their own, never the user's."""
 
 import gc
 import os
@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The machine decides how long an example takes: a test that is slow once has not failed.
+settings.register_profile("asyncpipe", deadline=None)
+settings.load_profile("asyncpipe")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import networkx as nx
 import numpy as np
 import pytest
@@ -224,8 +226,9 @@ def test_two_thousand_groups_take_well_under_a_second():
     graph = chain_graph(*rng.uniform(0.1, 1, 2000))
     for index in range(0, 1990, 3):
         graph.add_edge(f"n{index}", f"n{index + 7}")
+    start_s = time.process_time()  # of this process: other tests run beside it
     solution = solve(graph, stages=8, link=Link(0.01, 1e6))
-    assert solution.seconds < 2
+    assert time.process_time() - start_s < 2
     assert solution.bottleneck_ms < 1.05 * solution.lower_bound_ms
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import networkx as nx
@@ -583,9 +584,10 @@ def test_a_graph_of_a_deep_model_is_planned_and_proved_in_seconds():
         graph.add_edges_from(tuple(names[part] for part in edge.split()) for edge in edges)
         graph.add_edges_from([(stream, names["ln"]), (stream, names["add"])])
         stream = names["out"]
+    start_s = time.process_time()  # of this process: other tests run beside it
     solution = solve(graph, stages=8, link=Link(0.01, 1e8), prefer_modules=0)
+    assert time.process_time() - start_s < 15
     assert solution.optimal and not math.isinf(solution.lower_bound_ms)
-    assert solution.seconds < 15
 
 
 def test_the_solver_of_integer_programs_prints_nothing_itself() -> None:
