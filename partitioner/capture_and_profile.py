@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import networkx as nx
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import fx, nn
 
 from ..runtime.formatting import write_large_count
 from ..runtime.tensor_parallel.ranks import TensorRanks, reading_loss_alone, using
@@ -32,7 +31,6 @@ from .output import OnPhase, PhaseTimer, check_target, describe_capture
 from .planning.cluster import Cluster, check_number
 from .planning.options import PartitionOptions
 from .planning.tensor_groups import link_of_sums
-from .profile.cache import threads_set
 from .profile.operation_costs import OnProgress
 from .profile.profiler import Profile, update_ms_per_byte
 from .profiling import CostGraphs, own_failure_raised, profile_capture
@@ -233,27 +231,13 @@ def load(spec: str, options: PartitionOptions, on_phase: OnPhase | None) -> Mode
 
 def capture_source(source: ModelSource, options: PartitionOptions) -> Capture:
     """The graph of the model, not yet compared with it: `verify` compares more."""
-    with threads_set(_threads_to_capture(source)):
-        return capture_model(
-            source.model,
-            source.example_inputs,
-            batch_dim=options.batch_dim,
-            sequence_dim=options.sequence_dim,
-            leaves=options.leaves,
-            check=False,
-            method=options.capture,
-            mode=options.mode,
-        )
-
-
-_MANY_PARAMETERS, _MANY_INPUTS = 5e8, 2e6
-
-
-def _threads_to_capture(source: ModelSource) -> int | None:
-    """One thread for a model and inputs of usual size: with more, each of the operations that
-    capture runs waits for threads that other processes may keep from a core. None leaves torch's
-    own number."""
-    parameters = sum(parameter.numel() for parameter in source.model.parameters())
-    leaves = pytree.tree_leaves(dict(source.example_inputs))
-    inputs = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
-    return 1 if parameters < _MANY_PARAMETERS and inputs < _MANY_INPUTS else None
+    return capture_model(
+        source.model,
+        source.example_inputs,
+        batch_dim=options.batch_dim,
+        sequence_dim=options.sequence_dim,
+        leaves=options.leaves,
+        check=False,
+        method=options.capture,
+        mode=options.mode,
+    )
