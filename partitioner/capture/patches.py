@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
 from torch.autograd import Function
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpointing
 
 from ...runtime.errors import CaptureError
@@ -273,8 +274,7 @@ _builtin_attention = F.scaled_dot_product_attention
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
     """Attention with `is_causal=length > 1`: the operator takes no relation of free sizes."""
-    if isinstance(kwargs.get("is_causal"), torch.SymBool):
-        kwargs["is_causal"] = bool(kwargs["is_causal"])
+    args, kwargs = pytree.tree_map_only(torch.SymBool, bool, (args, kwargs))
     return _builtin_attention(*args, **kwargs)
 
 

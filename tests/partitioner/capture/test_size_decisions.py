@@ -68,6 +68,9 @@ class _Decides(nn.Module):
         if self.how == "attention":
             q = x[None]
             return F.scaled_dot_product_attention(q, q, q, is_causal=batch > 3)
+        if self.how == "attention without names":
+            q = x[None]
+            return F.scaled_dot_product_attention(q, q, q, None, 0.0, batch > 3)
         if self.how == "asserted":
             assert batch <= 5
             return x
@@ -79,7 +82,8 @@ _AGREE = {
     "int of a quotient": (4, 5), "chunks": (4, 5, 6), "range": (4, 5),
     "divides": range(2, 20, 2), "in": (2, 4, *range(6, 20)), "between": range(3, 7),
     "last": range(2, 5), "training": range(2, 7), "evaluation": range(2, 7),
-    "same size": range(2, 5), "attention": range(4, 20), "asserted": range(2, 6),
+    "same size": range(2, 5), "attention": range(4, 20),
+    "attention without names": range(4, 20), "asserted": range(2, 6),
 }  # fmt: skip
 
 
