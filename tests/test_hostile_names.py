@@ -95,7 +95,7 @@ shown = st.lists(
     min_size=1,
     max_size=4,
 ).map("".join)  # of which nearly all can be the name of a module
-many = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def test_what_may_be_a_name_is_that_name(text: str) -> None:
 # --- pages, scripts, terminals
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(texts)
 def test_a_text_in_a_page_is_that_text(text: str) -> None:
     page = render(
@@ -182,7 +182,7 @@ def test_a_text_on_the_terminal_steers_nothing(text: str) -> None:
     assert hiding_in(visible(text)) == "" and "\n" not in one_line(text)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(name=texts, output=texts)
 @example(name="x\ntouch ran\n#", output="y\ntouch ran")
 @example(name="x --wrap=touch", output="$(touch ran)")
@@ -310,7 +310,6 @@ COUNT = itertools.count()
 
 @settings(
     max_examples=6,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],  # to make one smaller would take minutes
 )

@@ -271,7 +271,7 @@ class _Written(nn.Module):
         return self.function(x)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(_lines, min_size=1, max_size=4), st.integers(2, 7))
 def test_a_function_of_sizes_is_exact_or_refuses(lines: list[str], size: int) -> None:
     try:

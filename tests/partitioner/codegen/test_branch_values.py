@@ -178,7 +178,7 @@ STEPS = (
 )  # fmt: skip
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=4, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @example(["both", "linear", "both values"])
 @given(st.lists(st.sampled_from(STEPS), min_size=3, max_size=7))
 def test_any_sequence_of_branches_has_its_values(

@@ -134,7 +134,7 @@ def test_a_line_that_runs_once_names_a_cut() -> None:
     assert placed == {"y": 0, "add_": 0, "count_1": 0, "relu": 1, "mul": 1, "second": 1}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(graphs(), st.integers(2, 4), st.data())
 def test_the_other_cuts_are_the_best_beside_the_demanded_ones(graph, stages, data) -> None:
     stages = min(stages, len(graph))

@@ -90,7 +90,7 @@ def least_ms(graph: nx.DiGraph, cluster: Cluster, shape: Sequence[int]) -> float
     return best
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(GRAPHS, clusters())
 def test_no_order_of_devices_and_no_cut_is_better(graph: nx.DiGraph, cluster: Cluster) -> None:
     stages = len(cluster.devices)
@@ -105,7 +105,7 @@ def test_no_order_of_devices_and_no_cut_is_better(graph: nx.DiGraph, cluster: Cl
     assert solution.evaluation.fits
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(GRAPHS, clusters())
 def test_no_bound_is_above_what_some_plan_has(graph: nx.DiGraph, cluster: Cluster) -> None:
     least = {
@@ -120,7 +120,7 @@ def test_no_bound_is_above_what_some_plan_has(graph: nx.DiGraph, cluster: Cluste
     assert choice.solution.lower_bound_ms <= least[choice.layout.shape] * (1 + 1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(GRAPHS, st.integers(2, 4), st.sampled_from([900.0, math.inf]))
 def test_of_equal_devices_no_shape_is_better(
     graph: nx.DiGraph, number: int, memory_bytes: float

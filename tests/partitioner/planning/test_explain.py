@@ -66,7 +66,7 @@ def toy(stages: int = 3, **setting: object) -> Solution:
     return solve(TOY, stages=stages, link=LINK, setting=chosen, prefer_modules=0.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(), st.integers(1, 3), LINKS)
 def test_stated_plans_of_more_and_fewer_devices_are_those_that_solve_finds(graph, stages, link):
     stages = min(stages, len(graph))
@@ -126,7 +126,7 @@ def test_recomputation_is_said_to_save_the_memory_and_cost_the_time_that_it_does
     assert "no recomputation" in changes(TOY, again)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(graphs(), st.integers(2, 4), LINKS)
 def test_moved_cuts_are_legal_and_cost_what_is_said(graph, stages, link):
     stages = min(stages, len(graph))

@@ -62,7 +62,7 @@ def test_even_stages_may_cost_a_quarter_of_what_tidy_cuts_may() -> None:
     assert level.bottleneck_ms < 0.7 * exact.bottleneck_ms
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(graphs(), st.integers(1, 4), LINKS, SYNCHRONOUS, st.integers(1, 8))
 def test_no_plan_steps_faster_than_the_bound_and_no_cut_of_the_order_than_the_plan(
     graph, stages, link, schedule, micro_batches
@@ -86,7 +86,7 @@ def test_no_plan_steps_faster_than_the_bound_and_no_cut_of_the_order_than_the_pl
         assert solution.step_ms == pytest.approx(min(steps_ms))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=4, max_size=7),
     st.integers(2, 4),

@@ -68,7 +68,7 @@ RUNNING = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs_with_memory(), st.integers(2, 3), RUNNING, st.floats(0.9, 1.4), st.data())
 def test_every_method_keeps_the_limit_or_says_that_it_cannot(graph, stages, running, room, data):
     setting = make_setting(stages, memory_limit=10**9, **running)
@@ -85,7 +85,7 @@ def test_every_method_keeps_the_limit_or_says_that_it_cannot(graph, stages, runn
     assert max(found.evaluation.rank_bytes) <= limit
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(graphs_with_memory(), st.integers(2, 3), RUNNING, st.floats(1.0, 1.5))
 def test_the_plan_within_a_limit_is_the_best_of_all_that_fit(graph, stages, running, room):
     running = running | {"schedule": "async-1f1b"}
@@ -101,7 +101,7 @@ def test_the_plan_within_a_limit_is_the_best_of_all_that_fit(graph, stages, runn
     assert found.lower_bound_ms <= best_ms * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(graphs_with_memory(), st.integers(1, 3), RUNNING)
 def test_the_least_memory_is_that_of_brute_force(graph, stages, running):
     setting = make_setting(stages, memory_limit=10**9, **running)

@@ -66,7 +66,7 @@ def chosen(times_ms: list[float], on: Cluster, link: Link, **axes: Any) -> Layou
     return choose_layout(graphs, on, Axes(**axes), dict.fromkeys(graphs, {"micro_batches": 4}))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=4, max_size=5),
     st.sampled_from([FAST, SLOW]),

@@ -82,7 +82,7 @@ def test_one_pass_over_the_actions_finds_what_the_simulator_does(name: str) -> N
                 assert path.period_ms(costs) <= timeline.makespan_ms * (1 + 1e-9)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(st.tuples(MS, MS), min_size=5, max_size=7),
     LINKS,

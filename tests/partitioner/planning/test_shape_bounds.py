@@ -27,7 +27,7 @@ def totals(graph: nx.DiGraph, ranks: int) -> Totals:
     return Totals.of(graph, Cluster((Device(),) * ranks))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     graphs(),
     st.integers(1, 4),

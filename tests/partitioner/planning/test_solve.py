@@ -38,7 +38,7 @@ def chain_graph(*work_ms: float, sizes: tuple[int, ...] = ()) -> nx.DiGraph:
     return graph
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(graphs(), st.integers(1, 4), LINKS)
 def test_chain_equals_brute_force(graph, stages, link):
     stages = min(stages, len(graph))
@@ -48,7 +48,7 @@ def test_chain_equals_brute_force(graph, stages, link):
     assert set(solution.stage_of.values()) == set(range(stages))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(), st.integers(2, 3), LINKS)
 def test_bound_is_never_above_the_best_of_all_placements(graph, stages, link):
     best = best_ms(problem_of(graph, stages, link), all_ordered(graph, stages))
@@ -58,7 +58,7 @@ def test_bound_is_never_above_the_best_of_all_placements(graph, stages, link):
         assert solution.bottleneck_ms == pytest.approx(best)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(graphs(), LINKS, st.booleans())
 def test_columns_of_the_recurrence_equal_the_evaluator(graph, link, is_tied):
     for node in list(graph)[::2] if is_tied else ():
@@ -76,7 +76,7 @@ def test_columns_of_the_recurrence_equal_the_evaluator(graph, link, is_tied):
                 assert found == pytest.approx(wanted), field.name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(), st.integers(1, 4), LINKS)
 def test_even_split_is_never_better_than_chain(graph, stages, link):
     stages = min(stages, len(graph))

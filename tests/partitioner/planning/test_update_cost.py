@@ -26,7 +26,7 @@ from asyncpipe.tests.support.models.placements import all_ordered, evaluated, gr
 RATE = 0.25  # ms for a byte of parameters
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(), st.data())
 def test_a_plan_with_updates_is_the_best_of_all_plans(
     graph: nx.DiGraph, data: st.DataObject

@@ -123,19 +123,19 @@ def check(graph: nx.DiGraph, problem: Problem) -> None:
         assert placement.bound_ms == pytest.approx(best)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(problems())
 def test_the_optimum_is_that_of_brute_force_and_proved(case):
     check(*case)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(("gpipe", "1f1b")))
 def test_so_it_is_for_synchronous_schedules(case):
     check(*case)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(("async-1f1b", "1f1b")))
 def test_what_surrounds_a_heavy_group_bounds_every_plan(case):
     graph, problem = case
@@ -169,7 +169,7 @@ def graphs_with_freedom(draw: st.DrawFn) -> nx.DiGraph:
     return graph
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(("async-1f1b", "1f1b", "zb-h1"), graphs_with_freedom()))
 def test_a_relaxation_bounds_every_plan(case):
     graph, problem = case
@@ -336,7 +336,7 @@ def test_groups_that_may_be_almost_anywhere_are_counted_in_a_bound(monkeypatch):
     assert simple_bound_ms(problem) * 1.02 < score_ms < placement.bound_ms * 1.02
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.integers(0, 10**6))
 def test_sums_of_pairs_equal_the_evaluators(case, seed):
     graph, problem = case
@@ -373,7 +373,7 @@ def tied_to_one(costs, where):
     return tied
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems())
 def test_windows_lose_no_optimum(case):
     graph, problem = case
@@ -393,7 +393,7 @@ def test_windows_lose_no_optimum(case):
         assert search(problem, walk, everything, best * (1 - 1e-6)).score_ms == np.inf
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(problems())
 def test_no_other_method_is_better(case):
     _, problem = case
@@ -411,7 +411,7 @@ def test_no_other_method_is_better(case):
             assert ours <= other.score_ms * (1 + 1e-9), name
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(graphs(), st.data())
 def test_devices_in_any_order_are_ordered_as_brute_force_does(graph, data):
     kinds = [
@@ -441,7 +441,7 @@ def test_devices_in_any_order_are_ordered_as_brute_force_does(graph, data):
     assert placement.bound_ms == pytest.approx(best)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems(("async-1f1b", "1f1b")))
 def test_the_program_gives_what_the_search_gives(case):
     graph, problem = case

@@ -111,7 +111,7 @@ def problems(draw: st.DrawFn) -> Problem:
     return problem_of(graph, stages, draw(LINKS), draw(settings_of(stages)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.sampled_from(sorted(METHODS)))
 def test_a_plan_is_valid_and_fits_or_none_is_given(problem, method):
     try:
@@ -125,7 +125,7 @@ def test_a_plan_is_valid_and_fits_or_none_is_given(problem, method):
         assert evaluate(problem, placement).fits
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(graphs(), st.integers(2, 3), LINKS)
 def test_plans_in_order_are_between_the_best_and_the_even_split(graph, stages, link):
     problem = problem_of(graph, stages, link)
@@ -139,7 +139,7 @@ def test_plans_in_order_are_between_the_best_and_the_even_split(graph, stages, l
         assert found <= chain_ms * (1 + ROUNDING), method
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(graphs(), LINKS)
 def test_several_stages_a_rank_are_never_better_than_the_best_assignment(graph, link):
     assume(len(graph) <= 7)
@@ -150,7 +150,7 @@ def test_several_stages_a_rank_are_never_better_than_the_best_assignment(graph, 
         assert found >= best * (1 - ROUNDING), method
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems())
 def test_pipedream_is_the_best_of_all_cuts_with_replicas(problem):
     assume(len({device.speed for device in problem.setting.devices}) == 1)
@@ -178,7 +178,7 @@ def assert_pipedream_is_best(problem):
     assert evaluation.bottleneck_ms == pytest.approx(best)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.data())
 def test_sums_of_parts_follow_the_evaluator_through_moves(problem, data):
     num_groups, count = len(problem.costs.groups), problem.stages
@@ -197,7 +197,7 @@ def test_sums_of_parts_follow_the_evaluator_through_moves(problem, data):
                 assert value == pytest.approx(getattr(expected, field.name)), field.name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(), LINKS, st.data())
 def test_units_cost_what_their_groups_do(graph, link, data):
     problem = problem_of(graph, 2, link)
@@ -249,7 +249,7 @@ def test_ranks_that_differ_keep_what_was_meant_for_them():
         assert of_rank[1] > of_rank[0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 3))
 def test_the_largest_block_goes_first_to_the_least_loaded_rank(sizes, ranks):
     """Graham's bound, which packing the smallest first breaks."""
@@ -358,7 +358,7 @@ def test_no_method_tears_a_block_at_module_granularity(method):
         assert len({solution.stage_of[f"{block}.{part}"] for part in range(3)}) == 1
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(graphs(), st.integers(2, 3), LINKS)
 def test_all_takes_the_best_that_can_be_trained(graph, stages, link):
     compared = solve(graph, stages=stages, method="all", link=link, prefer_modules=0)

@@ -171,7 +171,6 @@ def check_program(operations: tuple[Operation, ...], cuts: list[float]) -> None:
 
 
 ANY = settings(
-    deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.generate, Phase.shrink),

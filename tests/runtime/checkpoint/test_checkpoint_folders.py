@@ -35,7 +35,7 @@ from asyncpipe.runtime.config.settings import Settings, SettingsError
 from asyncpipe.runtime.distributed.process_groups import World
 from asyncpipe.runtime.plan.trust import remember
 
-SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+SETTINGS = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 FACTS = Facts("mlp", step=4, samples=64, length=100, stages=2, ranks=2, replicas=1)
 
 

@@ -161,7 +161,7 @@ def test_stages_of_one_rank_that_share_a_weight_go_on_with_an_optimizer_each(
     assert_goes_on_as(whole, folders / "text", 2, **options)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(
     every=st.integers(1, 4),
     at=st.integers(1, 3),

@@ -13,7 +13,7 @@ SIZE = st.integers(1, 9)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 5), SIZE, SIZE, SIZE, st.sampled_from(ENDPOINTS))
 def test_the_product_is_that_of_one_process_and_its_bytes_are_those_of_the_formula(
     name: str, ranks: int, m: int, k: int, n: int, endpoint: EndpointKind

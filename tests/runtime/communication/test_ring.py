@@ -38,7 +38,7 @@ def expected(shares: list[Tensor], reduce: str) -> Tensor:
     return result / len(shares) if reduce == "avg" else result
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     ranks=st.integers(1, 5),
     length=st.integers(0, 17),

@@ -343,7 +343,7 @@ def test_a_file_without_header_is_uint16(tmp_path: Path) -> None:
     assert read_bin(tmp_path / "train.bin").ids.tolist() == [5, 50256]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     parts=st.lists(
         st.lists(st.integers(0, 60_000), min_size=1, max_size=6), min_size=1, max_size=5

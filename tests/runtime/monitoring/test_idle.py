@@ -87,7 +87,7 @@ def measured(draw: st.DrawFn) -> tuple[Schedule, list[RankTime]]:
     return schedule, times
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(measured())
 def test_the_parts_add_up_to_the_idle_share_and_none_is_negative(
     case: tuple[Schedule, list[RankTime]],

@@ -336,7 +336,7 @@ CHANGES = st.lists(st.tuples(st.integers(0, 9999), VALUES), min_size=1, max_size
 
 
 # Hypothesis reads all modules for constants at its first draw.
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(changes=CHANGES)
 def test_no_records_whatever_break_the_page(
     changes: list[tuple[int, Any]], tmp_path_factory: pytest.TempPathFactory

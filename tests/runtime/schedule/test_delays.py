@@ -40,7 +40,7 @@ def asynchronous(draw: st.DrawFn) -> Schedule:
 
 
 @given(asynchronous())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_closed_form_is_what_counting_gives_at_any_depth_on_any_ranks(made: Schedule) -> None:
     assert set(delays_of(made).ledger(made.micro_batches)) == counted(made)
 

@@ -57,7 +57,7 @@ def test_an_order_that_never_ends_has_no_expected_step() -> None:
 
 
 @given(st.integers(0, 30), st.sampled_from([(0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2)]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_finalists_are_legal_come_close_and_hold_no_more_than_computed_ones(
     seed: int, placed: tuple[int, ...]
 ) -> None:

@@ -164,7 +164,7 @@ def test_a_stage_cut_further_on_its_rank_makes_no_step_longer(
 
 
 @given(st.sampled_from(PLACEMENTS), st.integers(1, 6), st.integers(0, 10**6), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_computed_schedule_is_legal_and_no_worse_than_any_named_one(
     placement: list[int], micro_batches: int, seed: int, may_split: bool
 ) -> None:

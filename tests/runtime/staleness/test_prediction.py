@@ -89,7 +89,7 @@ def assert_moved_alike(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     taken=st.integers(0, 5),
     factors=st.lists(st.sampled_from([0.0, 0.3, 1.0, 1.5]), min_size=1, max_size=7),

@@ -95,7 +95,7 @@ class SharedBoard(SharedStore):
         self._own = texts
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     ranks=st.integers(2, 4),
     told=st.integers(0, 3),

@@ -25,7 +25,6 @@ fuzzed = settings(
     max_examples=int(_EXAMPLES or 15),
     derandomize=_EXAMPLES is None,
     database=None,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 many = settings(fuzzed, max_examples=int(_EXAMPLES or 80))
