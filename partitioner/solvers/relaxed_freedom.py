@@ -5,11 +5,11 @@ are the masks, and the keys and values of cross-attention, which fit on any stag
 encoder and their layer. Two steps remove this freedom, and neither makes the score of any plan
 larger:
 
-- Groups without transfers, which neither have nor read a value, are left out.
+- Groups that neither make nor read a value that another stage may need are left out.
 - Interchangeable groups come in one order: groups that take the same time on every rank, have the
   same predecessors and read the same values, and where every successor of a group is a descendant
-  of the group before it. Take the stages of such groups in any plan, and give them to the groups
-  anew in rising order. No edge then leads backwards: a successor of the j-th group descends from
+  of the group before it. In any plan the stages of such groups can be dealt out to them again in
+  rising order. No edge then leads backwards: a successor of the j-th group descends from
   the first j groups, so it is on or after the stages of all of them, the last of which is at least
   the j-th smallest stage. As many of the groups as before are on each stage, which therefore
   computes and receives the same.
