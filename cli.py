@@ -21,7 +21,7 @@ from .runtime.import_path import isolate
 
 def partition() -> None:
     """Entry point of asyncpipe-partition."""
-    sys.exit(_run("partition"))
+    _run_and_end("partition")
 
 
 def train() -> None:
@@ -30,7 +30,8 @@ def train() -> None:
 
 
 def _run_and_end(command: str) -> NoReturn:
-    """Runs a command that may be a rank, and ends the process as a rank ends."""
+    """Runs a command that may be a rank, or that holds a large model, whose interpreter would take
+    seconds to shut down, and ends the process as a rank ends."""
     code = _run(command)
     if "torch.distributed" in sys.modules:  # else only --help, or a usage error
         from .runtime.distributed.failure import end_process

@@ -130,15 +130,17 @@ def _samples(
     on_progress: OnProgress | None,
 ) -> list[list[WholeTimes]]:
     """The times of each stage, groups of `at_once` stages by turns; `begin` begins the runs of each
-    stage with a warm-up round. Groups without a new stage are left out.
+    stage with a warm-up round. Groups without a new stage, or timed for long enough, are left out.
     """
     samples: list[list[WholeTimes]] = [[] for _ in begin]
     for lap in range(_LAPS):
-        if lap >= _LEAST_LAPS and all(map(_is_calm, filter(None, samples))):
-            break
         for first in range(0, len(begin), timing.at_once):
             group = [(first + ahead) % len(begin) for ahead in range(timing.at_once)]
-            if any(is_new[index] for index in group):
+            if any(
+                is_new[index]
+                and (lap < _LEAST_LAPS or not _is_enough(samples[index], timing.enough_ms))
+                for index in group
+            ):
                 runs = [begin[index]() for index in group]
                 of_group = together(runs, timing.enough_ms / _LAPS, timing.threads, turn=lap)
                 for index, times_of_one in zip(group, of_group, strict=True):
@@ -148,8 +150,10 @@ def _samples(
     return samples
 
 
-def _is_calm(times: Sequence[WholeTimes]) -> bool:
-    return usual_times(times).spread <= _CALM
+def _is_enough(times: Sequence[WholeTimes], enough_ms: float) -> bool:
+    """True if a stage has been timed for `enough_ms`, or if its times hardly vary."""
+    spent_ms = sum(time.forward_ms + time.backward_ms for time in times)
+    return spent_ms >= enough_ms or usual_times(times).spread <= _CALM
 
 
 def usual_times(times: Sequence[WholeTimes]) -> WholeTimes:

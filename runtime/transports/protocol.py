@@ -86,8 +86,12 @@ class Channel:
                 f"stage {self.source} made {self.message(index)} as "
                 f"{_describe(tensor.dtype, tuple(tensor.shape))}, but the plan has "
                 f"{_describe(self.dtype, self.shape)}.",
-                "Every micro-batch has the sizes of the run; drop or fill up a smaller last one.",
+                _OTHER_SIZES if tensor.shape != self.shape else _OTHER_DTYPE,
             )
+
+
+_OTHER_SIZES = "Every micro-batch has the sizes of the run; drop or fill up a smaller last one."
+_OTHER_DTYPE = "Give the data, and --dtype, the dtype of the model that was partitioned."
 
 
 class Handle(Protocol):

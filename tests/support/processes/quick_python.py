@@ -204,7 +204,8 @@ def _prepare() -> None:
 
     import torch
 
-    from asyncpipe.cli import partition
+    from asyncpipe.commands.partition import app
+    from asyncpipe.commands.running import run as run_command
     from asyncpipe.runtime.data.datasets import CLUSTER_CLASSES, clustered_points
     from asyncpipe.runtime.reports.rendering import TEMPLATES
 
@@ -215,10 +216,7 @@ def _prepare() -> None:
     clustered_points(_MLP_FEATURES, CLUSTER_CLASSES)
     with tempfile.TemporaryDirectory() as folder, _own_surroundings(folder):
         sys.argv = ["asyncpipe-partition", "--model", "mlp", "--stages", "2", "--output", "mlp"]
-        try:
-            partition()
-        except SystemExit as ended:
-            assert not ended.code
+        assert not run_command(app)
     torch.set_num_threads(threads)
 
 
