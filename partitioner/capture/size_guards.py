@@ -106,13 +106,15 @@ class SizeDecisions:
 
     def of_node(self, conditions: Iterable[sympy.Basic], node: fx.Node) -> None:
         """Records the questions of a node's function that decide the shape of its result."""
+        hints, runs_alone = self._world.hints, None
         for condition in conditions:
             if condition in self.decisions or not _is_written(condition):
                 continue
-            hints = self._world.hints
-            others = counterexamples(condition, hints, least=2)
-            if any(self._has_another_shape(node, sizes) for sizes in some_of(others, hints)):
-                self._add(condition, is_shape=True)
+            if others := counterexamples(condition, hints, least=2):
+                runs_alone = self._runs_alone(node) if runs_alone is None else runs_alone
+                few = some_of(others, hints)
+                if not runs_alone or any(self._has_another_shape(node, sizes) for sizes in few):
+                    self._add(condition, is_shape=True)
 
     def _add(self, condition: sympy.Basic, *, is_shape: bool = False) -> None:
         if condition in self.decisions:
@@ -142,11 +144,12 @@ class SizeDecisions:
 
     def _has_another_shape(self, node: fx.Node, sizes: Sizes) -> bool:
         """True if a node's function, at these sizes, makes another shape than the node has."""
-        hints = self._world.hints
-        if self._shapes_of(node, hints) != self._expected(node, hints):
-            return True  # The function cannot be run alone.
         shapes = self._shapes_of(node, sizes)
         return shapes is not None and shapes != self._expected(node, sizes)
+
+    def _runs_alone(self, node: fx.Node) -> bool:
+        hints = self._world.hints
+        return self._shapes_of(node, hints) == self._expected(node, hints)
 
     def _expected(self, node: fx.Node, sizes: Sizes) -> list[tuple[int, ...]]:
         tensors = tensors_in(plain_structure(node.meta["val"]))
