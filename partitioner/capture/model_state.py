@@ -12,12 +12,15 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -219,6 +222,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 MOST_BYTES, SMALL = 2**31, 2**20
+_WORTH_THREADS = 2**26  # bytes
 _PERIOD = 32_749  # short enough for operations on one thread, which wait for no other
 _TILE = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(17)).clamp(-3, 3)
 _SHARE, _OF_ZERO, _LARGEST_COPY = 0.1, 0.05, 1e6
@@ -243,6 +247,9 @@ class UnfitNoise(Exception):
     """The model fails, or gives infinite results, with this noise."""
 
 
+Result = TypeVar("Result")
+
+
 class WorkingCopies:
     """The copies that a model has in the block; `reset` gives them their first values again."""
 
@@ -261,6 +268,7 @@ class WorkingCopies:
         self._users = Counter(tensor.untyped_storage()._cdata for _, tensor in strided)
         total = sum(tensor.numel() * tensor.element_size() for _, tensor in strided)
         self._keeps_first = total <= MOST_BYTES // 2
+        self._is_shared_out = total >= _WORTH_THREADS and device_of(model).type == "cpu"
         self._places = [
             (place, name, tensor, tensor.data)
             for place, (name, tensor) in enumerate(strided)
@@ -274,18 +282,34 @@ class WorkingCopies:
         ]
 
     def reset(self) -> None:
-        for place, name, tensor, own in self._places:
-            first = self._first(place, name, own)
-            if tensor.data_ptr() == own.data_ptr() or not torch.equal(tensor, first):
-                tensor.data = first.clone() if place in self._kept else first
+        self._of_each(self._reset_one)
+
+    def _reset_one(self, place: int, name: str, tensor: Tensor, own: Tensor) -> None:
+        first = self._first(place, name, own)
+        if tensor.data_ptr() == own.data_ptr() or not torch.equal(tensor, first):
+            tensor.data = first.clone() if place in self._kept else first
 
     def changed(self) -> dict[str, Tensor]:
         """The values of the parameters that differ from their first values."""
-        return {
-            name: tensor.detach().clone()
-            for place, name, tensor, own in self._places
-            if name in self._parameters and not torch.equal(tensor, self._first(place, name, own))
-        }
+        found = self._of_each(self._changed_one)
+        names = [name for _, name, _, _ in self._places]
+        return {name: value for name, value in zip(names, found, strict=True) if value is not None}
+
+    def _changed_one(self, place: int, name: str, tensor: Tensor, own: Tensor) -> Tensor | None:
+        is_same = name not in self._parameters or torch.equal(tensor, self._first(place, name, own))
+        return None if is_same else tensor.detach().clone()
+
+    def _of_each(self, function: Callable[[int, str, Tensor, Tensor], Result]) -> list[Result]:
+        """The results for all tensors; large ones are shared out over threads, which wait for each
+        other only at the end, unlike those of a single operation."""
+        if not self._is_shared_out:
+            return [function(*place) for place in self._places]
+        threads, one = torch.get_num_threads(), partial(torch.set_num_threads, 1)
+        try:
+            with ThreadPoolExecutor(os.cpu_count(), initializer=one) as pool:
+                return list(pool.map(lambda place: function(*place), self._places))
+        finally:
+            torch.set_num_threads(threads)
 
     def give_back(self) -> None:
         for _, _, tensor, own in self._places:

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import asyncpipe
 from asyncpipe.partitioner.capture.check import compare
 from asyncpipe.partitioner.output import snapshot, write_folder
+from asyncpipe.partitioner.profile.cache import threads_set
+from asyncpipe.partitioner.profile.profiler import Profile
 from asyncpipe.partitioner.verify import verify
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.executor.loading import SkipRandomInit
@@ -49,6 +52,26 @@ def test_an_edit_that_changes_a_number_or_a_name_is_seen(
     stage.write_text(stage.read_text().replace(before, after))
     with pytest.raises(PlanError, match=message):
         verify(case.build(), read_plan(folder), folder, case.example_inputs)
+
+
+@pytest.mark.parametrize(("flops", "threads"), [(8.4e9, 1), (3.2e10, 1), (2e11, 3)])
+def test_verified_operations_of_usual_size_wait_for_no_other_thread(
+    flops: float, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    class Watched(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not isinstance(x, FakeTensor):
+                seen.append(torch.get_num_threads())
+            return super().forward(x)
+
+    monkeypatch.setattr(Profile, "flops", property(lambda self: int(flops)))
+    model, x = Watched(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(4, 4)
+    with threads_set(3):
+        asyncpipe.partition(model, {"x": x}, stages=2, output=tmp_path / "cut", profile="analytic")
+        assert torch.get_num_threads() == 3
+    assert seen[-1] == threads
 
 
 def test_a_difference_by_rounding_alone_is_decided_in_float64(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from asyncpipe.partitioner.capture.model_state import (
     verify_finite,
     working_copies,
 )
+from asyncpipe.partitioner.profile.cache import threads_set
 from asyncpipe.partitioner.verify import verify
 from asyncpipe.runtime.errors import CaptureError, PlanError
 from asyncpipe.runtime.plan.plan import read_plan
@@ -342,3 +343,26 @@ def test_copies_are_given_back_with_the_memory_of_the_caller() -> None:
         assert not copies.changed()
         raise ZeroDivisionError
     assert_equal(snapshot(model), before)
+
+
+def test_tensors_shared_out_over_threads_get_the_same_noise_and_show_the_same_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Momentum()
+    with working_copies(model, Noise.ALL) as copies:
+        noisy = snapshot(model)["state"]
+        model(X)
+        changed = copies.changed()
+    monkeypatch.setattr(model_state, "_WORTH_THREADS", 0)
+    with threads_set(3), working_copies(model, Noise.ALL) as copies:
+        assert_equal(snapshot(model)["state"], noisy)
+        model(X)
+        assert (
+            copies.changed().keys()
+            == changed.keys()
+            == {f"k.{n}" for n in ("0.weight", "0.bias", "2.weight", "2.bias")}
+        )
+        assert_equal(copies.changed(), changed)
+        copies.reset()
+        assert_equal(snapshot(model)["state"], noisy)
+        assert torch.get_num_threads() == 3
