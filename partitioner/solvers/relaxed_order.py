@@ -1,4 +1,4 @@
-"""A lower bound of the largest score over all topological orders, with the memory of each stage.
+"""A lower bound of the step over all topological orders, with the memory of each stage.
 
 A group that is an ancestor or descendant of every other group has the same place in every order. So
 a stage has a row of these fixed groups and all groups between them, and may have some of those
@@ -6,10 +6,12 @@ around them. The relaxation counts the former alone, without transfers:
 
     best[s][i] = min over j <= i of max(best[s - 1][j], score_s(fixed groups j to i - 1))
 
-is at most the largest score of the first s stages of every plan that have the first i fixed groups.
-For a score does not fall with more groups: neither its work, nor its memory, nor whether it has to
-recompute; nor with more work before and after it, of which fixed groups and those between them are
-counted.
+is at most the step of every plan whose first s stages have the first i fixed groups. For the score
+of a stage bounds the step for any costs, thus also for these: of the stage, and of what is before
+and after it, only the groups that are there in every order. And the step with all costs is not
+shorter: it is a longest path (`planning/step_time.py`), and more groups and transfers lengthen its
+parts; their memory may make a stage recompute. The score itself may fall with more transfers: what
+a rank does while it waits for a gradient shortens that wait.
 """
 
 from __future__ import annotations
