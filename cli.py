@@ -12,6 +12,7 @@ asyncpipe-info
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import sys
 from typing import NoReturn
@@ -21,7 +22,7 @@ from .runtime.import_path import isolate
 
 def partition() -> None:
     """Entry point of asyncpipe-partition."""
-    _run_and_end("partition")
+    _run_and_end("partition", calls_exit_functions=True)
 
 
 def train() -> None:
@@ -29,10 +30,13 @@ def train() -> None:
     _run_and_end("train")
 
 
-def _run_and_end(command: str) -> NoReturn:
-    """Runs a command that may be a rank, or that holds a large model, whose interpreter would take
-    seconds to shut down, and ends the process as a rank ends."""
+def _run_and_end(command: str, *, calls_exit_functions: bool = False) -> NoReturn:
+    """Runs a command, and ends the process as a rank ends: it may be one, or hold a large model,
+    with which the interpreter would take seconds to shut down. With `calls_exit_functions`, those
+    that the model's own code has registered are called before."""
     code = _run(command)
+    if calls_exit_functions:
+        atexit._run_exitfuncs()
     if "torch.distributed" in sys.modules:  # else only --help, or a usage error
         from .runtime.distributed.failure import end_process
 

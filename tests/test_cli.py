@@ -69,6 +69,22 @@ def test_partition_reports_each_phase_and_says_what_to_do_next(tmp_path: Path) -
     assert files == code | {"README.md", "report.html", "plan.json", "weights"}
 
 
+def test_partition_calls_what_the_code_of_a_model_has_registered_for_its_end(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "model.py").write_text(
+        "import atexit, tempfile, torch\n"
+        "held = tempfile.TemporaryDirectory(dir='.', prefix='held-')\n"
+        "def build():\n"
+        "    atexit.register(print, 'ended')\n"
+        "    return torch.nn.Linear(2, 2), {'input': torch.ones(1, 2)}\n"
+    )
+    words = ("--model", "model.py:build", "--stages", "1", "--stop-after", "plan")
+    result = run(tmp_path, "partition", *words, scripts=SCRIPTS)
+    assert result.returncode == 0 and result.stdout.endswith("ended\n"), result.stderr
+    assert not list(tmp_path.glob("held-*"))
+
+
 def test_partition_prints_json_or_only_the_folder(tmp_path: Path) -> None:
     plan = json.loads(run(tmp_path, "partition", *MLP, "--stages", "2", "--json").stdout)
     assert len(plan["stages"]) == 2

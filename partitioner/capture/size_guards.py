@@ -148,6 +148,8 @@ class SizeDecisions:
         return shapes is not None and shapes != self._expected(node, sizes)
 
     def _runs_alone(self, node: fx.Node) -> bool:
+        """True if a node's function, called on its own at the example's sizes, makes the shapes
+        that the node has."""
         hints = self._world.hints
         return self._shapes_of(node, hints) == self._expected(node, hints)
 

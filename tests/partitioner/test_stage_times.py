@@ -27,6 +27,7 @@ from asyncpipe.partitioner.split.split import split
 from asyncpipe.partitioner.split.ssa import separated
 from asyncpipe.partitioner.stage_timing import (
     StageTiming,
+    _samples,
     rescaled,
     time_stages,
     together,
@@ -349,6 +350,29 @@ def test_stages_that_are_timed_at_once_have_each_core_in_turn() -> None:
     assert seen[0] == [{cores[0]}, {cores[1]}]
     assert seen[1] == [{cores[1]}, {cores[2 % len(cores)]}]
     assert sorted(os.sched_getaffinity(0)) == cores  # of this thread
+
+
+@pytest.mark.parametrize(
+    ("ms", "varies", "laps"),
+    [(600.0, True, 2), (600.0, False, 2), (300.0, True, 4), (1.0, True, 4)],
+)
+def test_a_stage_is_timed_again_until_it_hardly_varies_or_was_timed_for_long_enough(
+    ms: float, varies: bool, laps: int
+) -> None:
+    """With 2,000 ms as enough, a lap of a stage has 500 ms of it, but at least two passages."""
+    begun = [0, 0]
+
+    def begin(stage: int, varies: bool) -> Callable[[], Iterator[WholeTimes]]:
+        def runs() -> Iterator[WholeTimes]:
+            begun[stage] += 1
+            while True:
+                yield WholeTimes(ms / (4 if varies else 2), ms / 2)
+                yield WholeTimes(ms / 2 * (1.5 if varies else 1), ms / 2)
+
+        return runs
+
+    samples = _samples([begin(0, varies), begin(1, False)], [True, True], StageTiming(), None)
+    assert begun == [laps, 2] and all(len(of_one) >= 4 for of_one in samples)
 
 
 def test_of_forwards_and_of_backwards_the_median_counts() -> None:
