@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice, product
 
@@ -24,7 +25,15 @@ from .arguments import Arguments, plain_structure, tensors_in
 from .check import MAX_PARAMETERS_WITH_GRADIENTS
 from .fake_inputs import Dynamic, FakeWorld, PinnedSizeError
 from .leaf_modules import FailedTrace, LeafRule
-from .model_state import in_mode, is_on_meta, silent, unchanged, without_cache
+from .model_state import (
+    Noise,
+    in_mode,
+    is_on_meta,
+    silent,
+    unchanged,
+    without_cache,
+    working_copies,
+)
 from .modes import TracedMode, trace_forward
 from .sizes import (
     BATCH,
@@ -90,7 +99,7 @@ def _on_a_copy(model: nn.Module, given: Arguments) -> Runs | None:
     """A function that runs a copy of the model in evaluation mode, and returns None if it raises.
 
     None for a model that cannot be copied. Copies keep forward's side effects away from the model;
-    the copies of a large model share its parameters.
+    the copies of a large model share its parameters, which have other memory while forward runs.
     """
     parameters = list(model.parameters())
     is_small = sum(each.numel() for each in parameters) < MAX_PARAMETERS_WITH_GRADIENTS
@@ -106,8 +115,9 @@ def _on_a_copy(model: nn.Module, given: Arguments) -> Runs | None:
     def runs(tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
         own = {name: tensor.detach().clone().to(device) for name, tensor in tensors.items()}
         twin = copy.deepcopy(base, dict(shared))
+        aside = working_copies(twin, Noise.NONE) if shared else nullcontext()
         try:
-            with unchanged(twin), in_mode(twin, False), without_cache(twin), silent():
+            with aside, unchanged(twin), in_mode(twin, False), without_cache(twin), silent():
                 seed_torch(0)
                 with torch.no_grad():
                     return list(tensors_in(plain_structure(given.call(twin, own))))

@@ -213,3 +213,23 @@ def test_to_find_out_leaves_the_model_as_it_was() -> None:
     before = torch.get_rng_state()
     find_batch(model, given)
     assert model.calls == [] and torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_large_model_keeps_its_parameters_though_forward_changes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Averaged(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.mul_(0.9)
+                self.bias.data.add_(1.0)
+            return super().forward(x)
+
+    place = "asyncpipe.partitioner.capture.batch_dimension.MAX_PARAMETERS_WITH_GRADIENTS"
+    monkeypatch.setattr(place, 0)
+    model, inputs = Averaged(3, 2), {"x": torch.randn(4, 3)}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    memory = model.weight.data_ptr()
+    find_batch(model, read_arguments(model, inputs))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.weight.data_ptr() == memory
