@@ -66,13 +66,14 @@ SHIFTS = (-0.2, -0.1, 0.1, 0.2)
 
 
 class Retiming:
-    """Repeats the planner's timing of a plan's stages."""
+    """Repeats the planner's timing of the stages of the latest plan, also of one that the planner
+    chose without another timing."""
 
     def __init__(self) -> None:
-        self._time = profiling.time_stages
-        self._requests: list[tuple[Callable[[], Sequence[WholeTimes]], Sequence[WholeTimes]]] = []
+        self._refined, self._time = profiling.refined, profiling.time_stages
+        self._again: Callable[[], Sequence[WholeTimes]] = tuple
         self._times: list[Sequence[WholeTimes]] = []
-        profiling.time_stages = self._timed
+        profiling.refined, profiling.time_stages = self._chosen, self._timed
 
     def _timed(
         self,
@@ -82,21 +83,23 @@ class Retiming:
         timing: StageTiming,
         **rest: Any,
     ) -> Sequence[WholeTimes]:
-        times = self._time(captured, stages, in_flight, timing, **rest)
-        again = partial(self._time, captured, stages, in_flight, replace(timing, cache=None))
-        self._requests.append((again, times))
-        return times
+        self._timing = timing
+        return self._time(captured, stages, in_flight, timing, **rest)
 
-    def of(self, plan: Plan) -> Callable[[], None]:
-        """Times the stages of the latest plan; the planner may have timed others."""
+    def _chosen(self, *arguments: Any) -> tuple[Profile, profiling.Cut]:
+        costs, chosen = self._refined(*arguments)
+        self._again = partial(
+            self._time,
+            chosen.captured,
+            chosen.stages,
+            [1 if load.recomputes else load.in_flight for load in chosen.solution.loads],
+            replace(self._timing, cache=None),
+        )
+        self._times = []
+        return costs, chosen
 
-        def difference_ms(times: Sequence[WholeTimes]) -> float:
-            pairs = zip(times, plan.stages, strict=True)
-            return sum(abs(time.forward_ms - stage.forward_ms) for time, stage in pairs)
-
-        again, _ = min(self._requests, key=lambda request: difference_ms(request[1]))
-        self._requests, self._times = [], []
-        return lambda: self._times.append(again())
+    def once(self) -> None:
+        self._times.append(self._again())
 
     def on(self, plan: Plan) -> Plan:
         """The plan with the medians of the repeated timings."""
@@ -134,8 +137,7 @@ def compare(
     )
     plan = partition_source(source, options)
     inputs = read_inputs(source, plan)
-    again = RETIMING.of(plan)
-    ranks = run(folder, inputs, micro_batches, arguments.warm_up, arguments.steps, again)
+    ranks = run(folder, inputs, micro_batches, arguments.warm_up, arguments.steps, RETIMING.once)
     plan = RETIMING.on(plan)
     simulated = forecast_step(
         plan,
@@ -294,8 +296,15 @@ def main() -> None:
     }
     print("largest error:  " + "  ".join(f"{what} {error:.1%}" for what, error in summary.items()))
     if not arguments.quick:
-        kept = json.loads((RESULTS / "prediction.json").read_text())["rows"]
-        rows += [row for row in kept if row["model"] not in arguments.models]
+        earlier = {
+            (row["model"], row["stages"]): row
+            for row in json.loads((RESULTS / "prediction.json").read_text())["rows"]
+        }
+        for row in rows:
+            before = earlier.pop((row["model"], row["stages"]), {})
+            if "candidates" in before:
+                row.setdefault("candidates", before["candidates"])
+        rows += earlier.values()
         order = list(SIZES)
         rows.sort(key=lambda row: (order.index(row["model"]), row["stages"]))
         figures = {"micro_batches": arguments.micro_batches, "schedule": "1f1b", "rows": rows}

@@ -68,6 +68,9 @@ from .stage_timing import StageTiming, rescaled, time_stages
 _WORTH = 0.02
 """The gain, as a share of the objective, that a new plan must promise before it is timed."""
 _SWEEPS = 10
+_PER_CORE = 2
+"""Stages timed at once on each core: the second one takes the core's caches from the first, as the
+ranks that share a core do. More would do no more, and need their memory."""
 
 
 @dataclass(frozen=True)
@@ -316,13 +319,14 @@ def cut_and_time(
 
 
 def _at_once(cut: Cut, measured: Profile) -> int:
-    """The number of stages that compute at the same time on this machine. A rank on a GPU uses the
-    GPU alone. With several threads a rank the clock is wall time, in which stages would wait for
-    the Python of other stages."""
+    """The number of stages that compute at the same time on this machine: the ranks of a host, and
+    no more than `_PER_CORE` for each core here. A rank on a GPU uses the GPU alone. With several
+    threads a rank the clock is wall time, in which stages would wait for the Python of other
+    stages."""
     if measured.device != "cpu" or measured.threads > 1:
         return 1
     hosts = Counter(device.host for device in cut.solution.problem.setting.devices)
-    return min(os.cpu_count() or 1, len(cut.stages), max(hosts.values()))
+    return min(_PER_CORE * (os.cpu_count() or 1), len(cut.stages), max(hosts.values()))
 
 
 def _kind(captured: Capture, options: PartitionOptions) -> str:

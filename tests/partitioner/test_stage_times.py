@@ -294,11 +294,18 @@ def test_the_plan_has_the_times_of_its_stages_and_says_what_was_corrected(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("hosts", "threads", "at_once"),
-    [(None, 1, 4), ("a:3,b:1", 1, 3), ("a:1,b:1,c:1,d:1", 1, 1), (None, 2, 1)],
+    ("hosts", "threads", "cores", "at_once"),
+    [
+        (None, 1, 8, 4),
+        ("a:3,b:1", 1, 8, 3),
+        ("a:1,b:1,c:1,d:1", 1, 8, 1),
+        (None, 2, 8, 1),
+        (None, 1, 2, 4),
+        (None, 1, 1, 2),
+    ],
 )
 def test_as_many_stages_are_timed_at_once_as_share_a_host(
-    monkeypatch: pytest.MonkeyPatch, hosts: str | None, threads: int, at_once: int
+    monkeypatch: pytest.MonkeyPatch, hosts: str | None, threads: int, cores: int, at_once: int
 ) -> None:
     seen: list[int] = []
 
@@ -307,7 +314,7 @@ def test_as_many_stages_are_timed_at_once_as_share_a_host(
         return together(runs, *options, **more)
 
     monkeypatch.setattr("asyncpipe.partitioner.stage_timing.together", watched)
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
     devices = {"devices": cluster_of_hosts(hosts)} if hosts else {}
     model, inputs = ZOO["mlp"]()
     asyncpipe.partition(
