@@ -58,8 +58,9 @@ def shortened(command: list[str]) -> list[str]:
     text = re.sub(r"\bwidth=\d+", "width=64", text)
     for size in SMALL_GPT2:
         text = re.sub(rf"\b{size.partition('=')[0]}=\d+", size, text)
-    if "--model gpt2" in text and "n_layer" not in text:
-        text += "".join(f" --model-arg {size}" for size in ("n_layer=1", *SMALL_GPT2[1:]))
+    if "--model gpt2" in text:
+        for size in ("n_layer=1", *SMALL_GPT2[1:]):
+            text += "" if size.partition("=")[0] in text else f" --model-arg {size}"
     if "vit_dataloader.py" in text:
         text += " --depth 2 --width 16"
     if "asyncpipe-train" in command and not {"report", "predict", "export"} & set(command):

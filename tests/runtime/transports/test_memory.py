@@ -124,7 +124,7 @@ def test_nothing_grows_over_some_hundred_steps(name: str) -> None:
 
 
 def test_nothing_grows_over_some_hundred_steps_of_processes() -> None:
-    results = run_processes(2, grown, NAMES[2:], 100, 400, limit_s=280)
+    results = run_processes(2, grown, NAMES[2:], 50, 240, limit_s=280)
     for result in results:
         assert isinstance(result, dict), result
         for name, (num_bytes, tensors) in result.items():
