@@ -100,7 +100,14 @@ def time_stages(
     with threads_set(timing.threads), state_kept(captured):
         benches = _benches(captured, stages, timing)
         begin = [partial(bench.run, count) for bench, count in zip(benches, in_flight, strict=True)]
-        samples = _samples(begin, [stored is None for stored in known], timing, on_progress)
+        is_new = [stored is None for stored in known]
+        try:
+            samples = _samples(begin, is_new, timing, on_progress)
+        except Exception:
+            if timing.at_once == 1:
+                raise
+            # Ranks are processes; in threads, code of the model that is not thread-safe may fail.
+            samples = _samples(begin, is_new, replace(timing, at_once=1), on_progress)
     times = tuple(
         stored or usual_times(of_stage) for stored, of_stage in zip(known, samples, strict=True)
     )

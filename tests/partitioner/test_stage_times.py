@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import Capture, capture
@@ -293,6 +293,19 @@ def test_the_plan_has_the_times_of_its_stages_and_says_what_was_corrected(tmp_pa
     assert total == pytest.approx(whole, rel=0.05)
 
 
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of stages in each group that is timed."""
+    sizes: list[int] = []
+
+    def watched(runs: Sequence[Iterator[WholeTimes]], *options: Any, **more: Any) -> Any:
+        sizes.append(len(runs))
+        return together(runs, *options, **more)
+
+    monkeypatch.setattr("asyncpipe.partitioner.stage_timing.together", watched)
+    return sizes
+
+
 @pytest.mark.parametrize(
     ("hosts", "threads", "cores", "at_once"),
     [
@@ -305,15 +318,13 @@ def test_the_plan_has_the_times_of_its_stages_and_says_what_was_corrected(tmp_pa
     ],
 )
 def test_as_many_stages_are_timed_at_once_as_share_a_host(
-    monkeypatch: pytest.MonkeyPatch, hosts: str | None, threads: int, cores: int, at_once: int
+    monkeypatch: pytest.MonkeyPatch,
+    groups: list[int],
+    hosts: str | None,
+    threads: int,
+    cores: int,
+    at_once: int,
 ) -> None:
-    seen: list[int] = []
-
-    def watched(runs: Sequence[Iterator[WholeTimes]], *options: Any, **more: Any) -> Any:
-        seen.append(len(runs))
-        return together(runs, *options, **more)
-
-    monkeypatch.setattr("asyncpipe.partitioner.stage_timing.together", watched)
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     devices = {"devices": cluster_of_hosts(hosts)} if hosts else {}
     model, inputs = ZOO["mlp"]()
@@ -327,7 +338,45 @@ def test_as_many_stages_are_timed_at_once_as_share_a_host(
         stop_after="plan",
         **devices,
     )
-    assert set(seen) == {at_once}
+    assert set(groups) == {at_once}
+
+
+class NotThreadSafe(torch.autograd.Function):
+    """Fails where two threads are in its forward."""
+
+    inside = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        NotThreadSafe.inside += 1
+        sleep(0.002)
+        alone = NotThreadSafe.inside == 1
+        NotThreadSafe.inside -= 1
+        assert alone
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return NotThreadSafe.apply(super().forward(x))
+
+
+def test_stages_whose_code_is_not_thread_safe_are_timed_one_at_a_time(groups: list[int]) -> None:
+    plan = asyncpipe.partition(
+        nn.Sequential(Doubled(8, 8), Doubled(8, 8)),
+        {"input": torch.randn(4, 8)},
+        stages=2,
+        threads=1,
+        profile="measured",
+        no_cache=True,
+        stop_after="plan",
+    )
+    assert groups[0] == 2 and set(groups[1:]) == {1}
+    assert len(plan.profile["stage_scales"]) == 2
 
 
 def passages(ms: float, taken: list[int]) -> Iterator[WholeTimes]:
