@@ -16,6 +16,7 @@ immediately returns freed memory: otherwise glibc keeps an extra tenth.
     python benchmarks/prediction.py                        all; results/prediction.json
     python benchmarks/prediction.py --models gpt2 --stages 2 --other-cuts
     python benchmarks/prediction.py --models gpt2 --stages 2 --quick
+    python benchmarks/prediction.py --stages 4 --at-once 2    results/prediction_at_once_2.json
 """
 
 import argparse
@@ -271,6 +272,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--other-cuts", action="store_true", help="four more plans of each model")
+    parser.add_argument("--at-once", type=int, help="stages timed at once; default: the planner's")
     parser.add_argument("--quick", action="store_true", help="a quarter of the steps")
     arguments = parser.parse_args()
     if not KEEPS_ALL.items() <= os.environ.items():
@@ -278,6 +280,10 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, *sys.argv])
     if arguments.quick:
         arguments.micro_batches, arguments.warm_up, arguments.steps = 4, 1, 1
+    name = "prediction"
+    if arguments.at_once:
+        profiling._at_once = lambda cut, measured: min(arguments.at_once, len(cut.stages))
+        name += f"_at_once_{arguments.at_once}"
     print("predicted/measured (worst error)")
     rows = []
     for model in arguments.models:
@@ -296,10 +302,9 @@ def main() -> None:
     }
     print("largest error:  " + "  ".join(f"{what} {error:.1%}" for what, error in summary.items()))
     if not arguments.quick:
-        earlier = {
-            (row["model"], row["stages"]): row
-            for row in json.loads((RESULTS / "prediction.json").read_text())["rows"]
-        }
+        file = RESULTS / f"{name}.json"
+        kept = json.loads(file.read_text())["rows"] if file.exists() else []
+        earlier = {(row["model"], row["stages"]): row for row in kept}
         for row in rows:
             before = earlier.pop((row["model"], row["stages"]), {})
             if "candidates" in before:
@@ -308,7 +313,7 @@ def main() -> None:
         order = list(SIZES)
         rows.sort(key=lambda row: (order.index(row["model"]), row["stages"]))
         figures = {"micro_batches": arguments.micro_batches, "schedule": "1f1b", "rows": rows}
-        write_result("prediction", figures)
+        write_result(name, figures)
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ _WORTH = 0.02
 """The gain, as a share of the objective, that a new plan must promise before it is timed."""
 _SWEEPS = 10
 _PER_CORE = 2
-"""Stages timed at once on each core: the second one takes the core's caches from the first, as the
-ranks that share a core do. More would do no more, and need their memory."""
+"""Stages timed at once on each core, at most: two stages displace each other's data from the core's
+caches, as ranks that share a core do. The limit bounds the memory of the timing."""
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ def every_schedule() -> list[tuple[tuple[int, ...], Schedule]]:
     ]
 
 
-def test_they_are_legal_also_where_every_stage_sends_to_every_later_one() -> None:
-    """And they end, with sends that block and with those that do not."""
+def test_they_are_legal_and_end_also_where_every_stage_sends_to_every_later_one() -> None:
+    """With sends that block, and with sends that do not."""
     for shape, schedule in every_schedule():
         validate(schedule)
         stages = range(len(shape))

@@ -128,7 +128,7 @@ def test_nothing_grows_over_some_hundred_steps_of_processes() -> None:
     for result in results:
         assert isinstance(result, dict), result
         for name, (num_bytes, tensors) in result.items():
-            assert num_bytes < 2**18, (name, num_bytes)
+            assert num_bytes < 2**17, (name, num_bytes)
             assert tensors <= 0, (name, tensors)
 
 
