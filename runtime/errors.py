@@ -81,9 +81,14 @@ LOADER_HAS_ENDED = (
 
 
 def is_of_loader(error: BaseException) -> bool:
-    """True if a DataLoader's signal handler raised it, which happens wherever the process is at the
-    time, because a worker has ended."""
-    return isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
+    """True if it comes from the error that a DataLoader's signal handler raises, wherever the
+    process is at the time, because a worker has ended."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RuntimeError) and "DataLoader worker" in str(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def root_of(error: BaseException) -> BaseException:

@@ -277,12 +277,14 @@ def failure_of(
     else:
         at = f" ({place})" if (place := own_line(error)) else ""
         what = f"{who} failed{when}: {type(error).__name__}: {str(error).strip()}{at}"
-        cure = LOADER_HAS_ENDED if is_of_loader(error) else ""
+    is_consequent = is_consequence(known)
+    if is_of_loader(error):
+        cure, comes_again, is_consequent = LOADER_HAS_ENDED, False, False
     return Failure(
         rank,
         what,
         cure,
-        is_consequence(root_of(error)),
+        is_consequent,
         time.time(),
         "".join(traceback.format_exception(error)),
         comes_again,

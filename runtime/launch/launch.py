@@ -139,6 +139,8 @@ def _run_alone(job: Job, reporter: str) -> Path:
         except AsyncPipeError as error:
             known = root_of(error)
             assert isinstance(known, AsyncPipeError)
+            if is_of_loader(error):
+                known = DataError(known.what, LOADER_HAS_ENDED)
             raise with_way_on(known, job.folder) from None
         except OSError as error:
             raise disk_error(error, job.folder) or error from None

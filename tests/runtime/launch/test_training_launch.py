@@ -319,3 +319,13 @@ def test_an_error_around_one_of_ours_is_told_by_the_inner_one() -> None:
     assert failure_of(KeyError("k"), 1, " (stage 1)", 4).what == (
         "rank 1 (stage 1) failed at step 5: KeyError: 'k'"
     )
+
+
+@pytest.mark.parametrize("around", [AsyncPipeError("a stage", "another"), TransportError("x")])
+def test_the_end_of_a_data_loading_process_is_named_wherever_its_signal_came(
+    around: AsyncPipeError,
+) -> None:
+    around.__cause__ = RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
+    told = failure_of(around, 0, "", 0)
+    assert (told.what, told.comes_again, told.consequence) == (around.what, False, False)
+    assert told.cure.startswith("A data-loading process has ended: out of memory")
