@@ -166,8 +166,9 @@ def _given(flags: Any) -> dict[str, Any]:
 
 def _devices(options: CommandOptions, given: Mapping[str, Any]) -> dict[str, Any]:
     """The devices of --devices or --hosts as an option; {} for equal ranks."""
-    from ..partitioner.planning.cluster import cluster_of_hosts
-    from ..partitioner.planning.cluster_file import read_cluster
+    with first_imports():
+        from ..partitioner.planning.cluster import cluster_of_hosts
+        from ..partitioner.planning.cluster_file import read_cluster
 
     devices = given.get("devices")
     if devices is not None and options.hosts is not None:

@@ -114,7 +114,10 @@ def train_command(
     verbose
         Show the traceback of an error.
     """
-    from ..runtime.experiments.variants import lists_from_texts, lists_of
+    with first_imports():
+        from ..runtime.experiments.variants import lists_from_texts, lists_of
+        from ..runtime.launch.launch import run, schedule_text
+        from .run_display import print_starting
 
     flags = options.given() | ({} if folder is None else {"folder": str(folder)})
     given = merged(read_config(config) if config else {}, flags)
@@ -136,9 +139,6 @@ def train_command(
 
         print_text(batch_script(settings))
         return 0
-    with first_imports():
-        from ..runtime.launch.launch import run, schedule_text
-        from .run_display import print_starting
     if settings.print_schedule:
         print_text(schedule_text(settings))
         return 0

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncpipe.tests.support.models.hand_folders import write_mlp
 from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 ROOT = Path(__file__).parent.parent
@@ -107,6 +108,28 @@ def test_help_answers_at_once_and_imports_neither_torch_nor_transformers() -> No
         assert result.returncode == 0, result.stderr
         assert "Usage:" in result.stdout
         assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+
+
+def test_torch_is_imported_without_collections_of_garbage(tmp_path: Path) -> None:
+    write_mlp(tmp_path / "mlp")
+    check = (
+        "import gc, sys, asyncpipe.cli as cli\n"
+        "from os import _exit as end\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        "            end(7 if gc.isenabled() else 5)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "cli.{0}()"
+    )
+    for command, *words in (
+        ("partition", "--model", "mlp", "--stages", "2"),
+        ("partition", "--model", "mlp", "--hosts", "a:2"),
+        ("train", "mlp"),
+        ("compare", "mlp", "--methods", "sync"),
+    ):
+        python = [sys.executable, "-c", check.format(command), *words]
+        assert subprocess.run(python, cwd=tmp_path).returncode == 5, (command, *words)
 
 
 def test_a_misspelled_option_names_the_right_one(tmp_path: Path) -> None:
