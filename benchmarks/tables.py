@@ -1,5 +1,5 @@
-"""Writes four tables of docs/benchmarks.md from the committed results: throughput, `auto`,
-compiled stages, and predictions.
+"""Writes five tables of docs/benchmarks.md from the committed results: throughput, `auto`,
+compiled stages, predictions, and the time before the first step.
 
 python benchmarks/tables.py
 """
@@ -134,11 +134,23 @@ def _range_of(figures: Sequence[Mapping[str, float]]) -> str:
     return f"{min(errors):+.0%} to {max(errors):+.0%}"
 
 
+def start_times() -> str:
+    """The table of the seconds of each phase before the first step."""
+    table = json.loads((HERE / "results" / "start_times.json").read_text())["median_seconds"]
+    phases = list(dict.fromkeys(phase for row in table.values() for phase in row))
+    lines = [f"| | {' | '.join(phases)} |", f"|---|{'--:|' * len(phases)}"]
+    for name, row in table.items():
+        cells = (f"{row[phase]:.1f}" if phase in row else "" for phase in phases)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def written(page: str) -> str:
     """The page with the tables of the present results."""
     first, *rest = page.split(BEGIN)
     after = (part.partition(END)[2] for part in rest)
-    made = zip((throughput(), auto_schedules(), compiled(), predictions()), after, strict=True)
+    tables = (throughput(), auto_schedules(), compiled(), predictions(), start_times())
+    made = zip(tables, after, strict=True)
     return first + "".join(f"{BEGIN}\n{table}\n{END}{text}" for table, text in made)
 
 
