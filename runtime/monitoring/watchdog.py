@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, NoReturn
 
 from ..config.execution_options import ExecutionOptions
 from ..distributed.failure import RankFolder, end_process, is_consequence
@@ -210,6 +210,7 @@ _BEAT_S = 1.0
 SILENT_S = 4.0
 """The age of a rank's state from which on the operating system is asked."""
 
+_TELLING_S = 5.0
 _STACK_SIGNAL = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 SAYS_NOTHING = "says nothing"
@@ -220,6 +221,13 @@ _TROUBLES = {
     "X": "has ended",
     "D": "hangs in the system, on a disk or a network,",
 }
+
+
+def _end_later() -> NoReturn:
+    """Ends this process when another rank has had time to tell the run's error: a launcher ends all
+    ranks as soon as one has ended."""
+    time.sleep(_TELLING_S)
+    end_process(1)
 
 
 class Watchdog:
@@ -284,7 +292,7 @@ class Watchdog:
                 self._has_reported = False
                 continue
             if self._left.verdict() is not None:
-                end_process(1)
+                _end_later()
             seen = self._look()
             stalled_s = min(sighting.idle_s for sighting in seen.values())
             is_loading = any(sighting.is_elsewhere for sighting in seen.values())
@@ -383,8 +391,9 @@ class Watchdog:
 
     def _end(self, stalled_s: float) -> None:
         """Ends this process, whose main thread may never return."""
-        if (error := self._judge(stalled_s)) is not None:
-            sys.stderr.write(f"error: {error}\n")
+        if (error := self._judge(stalled_s)) is None:
+            _end_later()
+        sys.stderr.write(f"error: {error}\n")
         end_process(1)
 
     def _path(self, kind: str, rank: int | None = None) -> Path:

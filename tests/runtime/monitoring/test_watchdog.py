@@ -138,14 +138,32 @@ def test_a_run_of_one_process_ends_too(tmp_path: Path) -> None:
     assert "time.sleep(600)" in stacks_of(tmp_path / "run", 0)
 
 
-def test_ranks_of_torchrun_end_too(tmp_path: Path) -> None:
+SLOW_TO_TELL = """
+import time
+from asyncpipe.runtime.distributed.failure import RankFolder
+
+put_verdict = RankFolder.put_verdict
+
+def slowly(*arguments):
+    is_first = put_verdict(*arguments)
+    time.sleep(1)
+    return is_first
+
+RankFolder.put_verdict = slowly
+"""
+
+
+def test_ranks_of_torchrun_end_too_and_not_before_one_has_told_why(tmp_path: Path) -> None:
     folder = write_stuck(tmp_path / "mlp", "time.sleep(600)")
+    with (folder / "stage_0.py").open("a") as file:
+        file.write(SLOW_TO_TELL)
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     process = start(options(folder, tmp_path / "run", data="clusters", **LIMITS), *launcher)
     code, _, error = finish(process, limit_s=60)
     assert code == 1
     told = [line for line in error.splitlines() if line.startswith("error: no progress for ")]
-    assert len(told) == 1 and "rank 1 is in forward of micro-batch " in told[0]
+    assert len(told) == 1, error
+    assert "rank 1 is in forward of micro-batch " in told[0]
 
 
 def test_a_run_that_goes_on_after_a_stall_ends_well(tmp_path: Path) -> None:
