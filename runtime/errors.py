@@ -85,7 +85,7 @@ def is_of_loader(error: BaseException) -> bool:
     process is at the time, because a worker has ended."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, RuntimeError) and "DataLoader worker" in str(cause):
+        if isinstance(cause, RuntimeError) and "DataLoader worker (pid" in str(cause):
             return True
         cause = cause.__cause__ or cause.__context__
     return False

@@ -329,3 +329,8 @@ def test_the_end_of_a_data_loading_process_is_named_wherever_its_signal_came(
     told = failure_of(around, 0, "", 0)
     assert (told.what, told.comes_again, told.consequence) == (around.what, False, False)
     assert told.cure.startswith("A data-loading process has ended: out of memory")
+
+
+def test_an_error_in_a_data_loading_process_that_goes_on_is_not_its_end() -> None:
+    error = RuntimeError("Caught RuntimeError in DataLoader worker process 0.")
+    assert failure_of(error, 0, "", 0).cure == ""
