@@ -1,10 +1,11 @@
 """Measured costs and their spread -> the few schedules that are worth trying, and which to keep.
 
 A computed schedule is the best for the costs that it is given; costs that a run has measured in a
-few steps are off by some percent, most of all those of a split backward. So the schedules that come
-close under noise (`noise.py`) alternate for some steps, the two fastest of them for more, and the
-one with the shortest measured steps is kept: the computed one with and without split backwards, and
-the named ones of the same placement.
+few steps are off by some percent, most of all those of a split backward, and by more where ranks
+share cores. So the schedules that come close under noise (`noise.py`), and the best one with whole
+backwards, alternate for some steps, the two fastest of them for more, and the one with the shortest
+measured steps is kept. They are the computed schedule with and without split backwards, and the
+named ones of the same placement.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _ROUNDS, _LAST_ROUNDS = 3, 9
 
 
 def finalists(tasks: Tasks, spread: float) -> list[Schedule]:
-    """At most four schedules by their expected step, the shortest first.
+    """At most four schedules by their expected step, the shortest first; among them always the best
+    one with whole backwards.
 
     None of them holds more activations on a rank than the computed ones, so that trying them needs
     no more memory. `spread` is the standard deviation of an action's time, as a share of it.
@@ -50,7 +52,10 @@ def finalists(tasks: Tasks, spread: float) -> list[Schedule]:
         key = tuple(map(tuple, rows))
         expected_ms.setdefault(key, (noise.expected_ms(tasks, rows), schedule))
     ordered = sorted(expected_ms.values(), key=lambda each: each[0])
-    return [s for ms, s in ordered if ms <= _NEAR * ordered[0][0]][:_MOST]
+    near = [s for ms, s in ordered if ms <= _NEAR * ordered[0][0]][:_MOST]
+    if any(not schedule.split for schedule in near):
+        return near
+    return near[: _MOST - 1] + [s for _, s in ordered if not s.split][:1]
 
 
 @dataclass(frozen=True)

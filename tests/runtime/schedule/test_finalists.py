@@ -70,7 +70,9 @@ def test_finalists_are_legal_come_close_and_hold_no_more_than_computed_ones(
     noise = Noise.of(tasks, 0.05)
     expected = [noise.expected_ms(tasks, tasks.rows_of(each)) for each in found]
     assert 1 <= len(found) <= 4 and expected == sorted(expected)
-    assert expected[-1] <= 1.1 * expected[0] + 1e-9
+    whole = [each for each in found if not each.split]
+    near = found if expected[-1] <= 1.1 * expected[0] + 1e-9 else found[:-1]
+    assert whole and (near == found or whole == found[-1:])
     named = [
         each for each in named_for(placed, 6) if all(map(tasks.is_ordered, tasks.rows_of(each)))
     ]
@@ -94,6 +96,20 @@ def test_a_split_backward_that_costs_much_is_not_computed_but_whole_ones_are() -
     assert not any(each.split for each in finalists(Tasks(dear, PLACED, 8), 0.05))
     free = finalists(Tasks(EQUAL, (0, 1, 1, 0), 8), 0.05)
     assert {bool(each.split) for each in free} == {True, False}
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1])
+def test_whole_backwards_are_tried_however_much_longer_they_seem(spread: float) -> None:
+    """Split backwards of ResNet on four ranks of two cores were expected to save 12%, and cost
+    6%: the costs are of ranks that share cores."""
+    tasks = Tasks(ActionCosts.equal(4, forward_ms=1, backward_ms=4), (0, 1, 2, 3), 4)
+    noise = Noise.of(tasks, spread)
+    found = finalists(tasks, spread)
+    expected = [noise.expected_ms(tasks, tasks.rows_of(each)) for each in found]
+    assert [bool(each.split) for each in found][-2:] == [True, False]
+    assert expected == sorted(expected) and expected[-1] > 1.1 * expected[0]
+    named = [make_schedule(name, stages=4, micro_batches=4) for name in ("1f1b", "gpipe")]
+    assert all(expected[-1] <= expected_ms(each, spread, tasks.costs) + 1e-9 for each in named)
 
 
 def test_noise_chooses_slack_among_orders_that_are_as_short() -> None:
