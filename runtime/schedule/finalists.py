@@ -24,7 +24,7 @@ _MOST = 4
 _NEAR = 1.1
 _TIED = 1.003
 _BLOCK = 3
-_ROUNDS, _LAST_ROUNDS = 3, 9
+_ROUNDS, _LAST_ROUNDS = 5, 18
 
 
 def finalists(tasks: Tasks, spread: float) -> list[Schedule]:
@@ -79,10 +79,10 @@ class Trial:
 
     @classmethod
     def first(cls, count: int, steps: int) -> Trial:
-        """The trial of so many schedules in a run of so many more steps, of which trials take a
-        third at most; only the first schedule if that is too few."""
+        """The trial of so many schedules in a run of so many more steps, of which all trials take a
+        third at most, and this one a third of these; only the first schedule if that is too few."""
         trial = cls(tuple(range(count)), most=steps // 3)
-        rounds = min(_ROUNDS, trial._possible) if count > 1 else 0
+        rounds = min(_ROUNDS, -(-trial._possible // 3)) if count > 1 else 0
         return replace(trial, rounds=rounds) if rounds else cls()
 
     def next(self, medians_ms: Mapping[int, float]) -> Trial:
