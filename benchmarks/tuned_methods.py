@@ -17,6 +17,7 @@ _B = "betas=0.95/0.9"
 _A = "stash+gap-aware-activations"
 _LARGE, _LARGE_1 = Case("large", 8, 8), Case("large", 8, 1)
 _LARGE_FAR, _LARGE_FARTHEST = (Case("large", 8, 1, steps) for steps in (1200, 5000))
+_LARGE_LONG = Case("large", 8, 8, 5000)
 TUNED: tuple[tuple[Case, str, float, tuple[int, ...]], ...] = (
     (_LARGE, f"sync:muon,momentum=0.9 {_PD}:muon,momentum=0.9", 0.03, (1, 2, 3)),
     (_LARGE, f"sync:muon,momentum=0.9 {_PD}:muon,momentum=0.9", 0.01, (1, 2, 3)),
@@ -27,6 +28,7 @@ TUNED: tuple[tuple[Case, str, float, tuple[int, ...]], ...] = (
     (_LARGE_FAR, f"{_D}:muon,momentum=0.5", 0.03, (1,)),
     (_LARGE_FARTHEST, "sync:muon,momentum=0.9", 0.01, (1, 2, 3)),
     (_LARGE_FARTHEST, f"{_H}:muon,momentum=0.8,{_B}", 0.03, (1, 2, 3)),
+    (_LARGE_LONG, f"{_PD}:muon,momentum=0.9", 0.03, (1, 2)),
     (_LARGE_1, f"{_H}:muon,momentum=0.8,{_B}", 0.01, (1,)),
     (_LARGE_1, f"{_H}:muon,momentum=0.8,{_B}", 0.003, (1,)),
     (_LARGE_1, f"{_H}:muon,momentum=0.8,{_B}", 0.03, (1, 2, 3)),
