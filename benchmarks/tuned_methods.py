@@ -28,6 +28,7 @@ TUNED: tuple[tuple[Case, str, float, tuple[int, ...]], ...] = (
     (_LARGE_FAR, f"{_D}:muon,momentum=0.5", 0.03, (1,)),
     (_LARGE_FARTHEST, "sync:muon,momentum=0.9", 0.01, (1, 2, 3)),
     (_LARGE_FARTHEST, f"{_H}:muon,momentum=0.8,{_B}", 0.03, (1, 2, 3)),
+    (_LARGE_LONG, f"{_PD}:muon,momentum=0.9", 0.01, (1, 2)),
     (_LARGE_LONG, f"{_PD}:muon,momentum=0.9", 0.03, (1, 2)),
     (_LARGE_1, f"{_H}:muon,momentum=0.8,{_B}", 0.01, (1,)),
     (_LARGE_1, f"{_H}:muon,momentum=0.8,{_B}", 0.003, (1,)),
