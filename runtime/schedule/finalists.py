@@ -1,7 +1,7 @@
 """Measured costs and their spread -> the few schedules that are worth trying, and which to keep.
 
 A computed schedule is the best for the costs that it is given; costs that a run has measured in a
-few steps are off by some percent, most of all those of a split backward, and by more where ranks
+few steps are off by some percent, most of all those of a split backward, and more where ranks
 share cores. So the schedules that come close under noise (`noise.py`), and the best one with whole
 backwards, alternate for some steps, the two fastest of them for more, and the one with the shortest
 measured steps is kept. They are the computed schedule with and without split backwards, and the
@@ -53,9 +53,8 @@ def finalists(tasks: Tasks, spread: float) -> list[Schedule]:
         expected_ms.setdefault(key, (noise.expected_ms(tasks, rows), schedule))
     ordered = sorted(expected_ms.values(), key=lambda each: each[0])
     near = [s for ms, s in ordered if ms <= _NEAR * ordered[0][0]][:_MOST]
-    if any(not schedule.split for schedule in near):
-        return near
-    return near[: _MOST - 1] + [s for _, s in ordered if not s.split][:1]
+    whole = next((schedule for _, schedule in ordered if not schedule.split), None)
+    return near if whole is None or whole in near else [*near[: _MOST - 1], whole]
 
 
 @dataclass(frozen=True)
