@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import approx
 
+from asyncpipe.runtime.schedule import finalists as module
 from asyncpipe.runtime.schedule.builders import computed, make_schedule, named_for
 from asyncpipe.runtime.schedule.finalists import Trial, finalists, medians_of
 from asyncpipe.runtime.schedule.noise import Noise
@@ -89,6 +90,16 @@ def test_finalists_are_legal_come_close_and_hold_no_more_than_computed_ones(
         holds = all(p <= m for p, m in zip(tasks.peaks(rows), most, strict=True))
         if holds:
             assert expected[0] <= noise.expected_ms(tasks, rows) + 1e-9
+
+
+def test_the_one_with_whole_backwards_takes_the_place_of_the_last_where_there_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tasks = Tasks(ActionCosts.equal(4, forward_ms=1, backward_ms=4), (0, 1, 2, 3), 4)
+    first, *others, whole = finalists(tasks, 0.1)
+    assert others and all(each.split for each in (first, *others))
+    monkeypatch.setattr(module, "_MOST", 2)
+    assert finalists(tasks, 0.1) == [first, whole]
 
 
 def test_a_split_backward_that_costs_much_is_not_computed_but_whole_ones_are() -> None:
