@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -148,28 +149,38 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "freeze": {"freeze": "3=1,6=2", "freeze_every": 1},
     "boundaries in bfloat16": {"boundary_dtype": "bfloat16"},
 }
+_OVER_NCCL: dict[str, dict[str, Any]] = {
+    "1f1b over NCCL": {},
+    "zb-h1 over NCCL": {"schedule": "zb-h1"},
+    "async-1f1b, stash over NCCL": {"schedule": "async-1f1b", "staleness": "stash"},
+    "ddp, zero 2 over NCCL": {"schedule": "ddp", "replicas": 2, "zero": 2},
+}
 _IN_SINGLE = ("muon", "soap")
 """Optimizers that compute in bfloat16 (Newton-Schulz) or with a solver of the device's own."""
-_AT_ONCE = 4
 
 
 def methods(work: Work) -> None:
     """Compares the losses of the device in float64 with those of the CPU: every staleness method,
-    optimizers, and options. Several runs at once, since no time is measured."""
+    optimizers, options, and NCCL. Several runs at once, since no time is measured."""
     small = {"dtype": "float64", "micro_batches": 4, "steps": 8, "folder": work.plan("tiny", 2)}
     here = {"device": "cpu", "threads": 1, "ranks_per_gpu": 1}
     work.tokens()  # made once, before several runs look for it
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(_AT_ONCE, mp_context=spawn) as pool:
+    refusal = work.refusal_of_nccl()
+    if refusal:
+        for name in _OVER_NCCL:
+            work.skip(name, refusal)
+    tried = _OPTIONS if refusal else _OPTIONS | _OVER_NCCL
+    at_once = max(4, len(os.sched_getaffinity(0)) // 2)
+    with ProcessPoolExecutor(at_once, mp_context=multiprocessing.get_context("spawn")) as pool:
         runs = {
             name: [
-                pool.submit(losses_of, work, f"{name}, {place}".replace(" ", "_"), options)
+                pool.submit(losses_of, work, name, place, options)
                 for place, options in (
                     ("device", small | given),
                     ("cpu", small | given | here),
                 )
             ]
-            for name, given in _OPTIONS.items()
+            for name, given in tried.items()
         }
         for name, both in runs.items():
             with work.row(name) as row:
@@ -179,11 +190,12 @@ def methods(work: Work) -> None:
                 row["difference"] = expect(float(f"{difference:.2g}"), limit, "losses")
 
 
-def losses_of(work: Work, name: str, options: dict[str, Any]) -> list[float]:
+def losses_of(work: Work, name: str, place: str, options: dict[str, Any]) -> list[float]:
     """The losses of a run in a process of its own."""
     torch.set_num_threads(1)
-    output = str(work.folder / "runs" / name)
-    run = work.train(processes=2, output=output, **options)
+    output = str(work.folder / "runs" / f"{name}, {place}".replace(" ", "_"))
+    is_nccl = name in _OVER_NCCL and place == "device"
+    run = (work.train_over_nccl if is_nccl else work.train)(processes=2, output=output, **options)
     return [run.losses[step] for step in sorted(run.losses)]
 
 
@@ -211,12 +223,13 @@ def transports(work: Work) -> None:
             name = f"{transport}, {('CPU', 'one GPU', 'two GPUs')[gpus]}"
             if gpus > setting.gpus:
                 work.skip(name, f"this machine has {setting.gpus} GPU")
-            elif transport == "nccl" and gpus < 2:
-                work.skip(name, "NCCL needs a GPU for each rank")
+            elif transport == "nccl" and (why := work.refusal_of_nccl()):
+                work.skip(name, why)
             else:
                 with work.row(name) as row:
                     where = setting.places(2, gpus or None)
-                    run = work.train(work.plan("gpt", 2), 2, transport=transport, **where)
+                    train = work.train_over_nccl if transport == "nccl" else work.train
+                    run = train(work.plan("gpt", 2), 2, transport=transport, **where)
                     row |= figures_of(run)
                     difference = largest_difference(run, alone)
                     row["difference"] = expect(difference, 1e-4, "losses")
@@ -267,7 +280,7 @@ def bfloat16(work: Work) -> None:
 
 def compiled(work: Work) -> None:
     """Compares a step with --compile with one without."""
-    _compared(work, "--compile", {"compile": True}, 1e-4)
+    _compared(work, "--compile", {"compile": True, "timeout_s": 120.0}, 1e-4)
 
 
 def _compared(work: Work, name: str, options: dict[str, Any], limit: float) -> None:
@@ -304,7 +317,7 @@ def tensor(work: Work) -> None:
     for model in MODELS:
         with work.row(f"{model}, 2 tensor ranks") as row:
             folder = work.plan(model, 1, tensor_parallel=2)
-            run = work.train(folder, 2, tensor_parallel=2)
+            run = work.train_over_nccl(folder, 2, tensor_parallel=2)
             alone = work.train(folder, 1, schedule="single")
             row |= figures_of(run) | {"alone_ms": figures_of(alone)["step_ms"]}
             row["difference"] = expect(largest_difference(run, alone), 1e-4, "losses")
@@ -315,7 +328,8 @@ def zero(work: Work) -> None:
     reference = None
     for level in (0, 1, 2):
         with work.row(f"--zero {level}") as row:
-            run = work.train(work.plan("gpt", 1), 2, schedule="ddp", replicas=2, zero=level)
+            folder = work.plan("gpt", 1)
+            run = work.train_over_nccl(folder, 2, schedule="ddp", replicas=2, zero=level)
             row |= figures_of(run)
             reference = reference or run
             row["difference"] = expect(largest_difference(run, reference), 1e-5, "losses")
@@ -330,8 +344,8 @@ PARTS = {
     "profile-bfloat16": Part(partial(profile, dtype="bfloat16"), 3, "The profile in bfloat16."),
     "prediction": Part(prediction, 4, "Predicted and measured steps and memory."),
     "bfloat16": Part(bfloat16, 3, "--precision bfloat16, compared with float32."),
-    "compare-gpt": Part(partial(compare, model="gpt"), 6, "GPT-2's shapes, torch and DDP."),
-    "compare-llama": Part(partial(compare, model="llama"), 6, "Llama's shapes, torch and DDP."),
+    "compare-gpt": Part(partial(compare, model="gpt"), 9, "GPT-2's shapes, torch and DDP."),
+    "compare-llama": Part(partial(compare, model="llama"), 9, "Llama's shapes, torch and DDP."),
     "asynchronous": Part(asynchronous, 3, "Asynchronous schedules, compared with 1f1b."),
     "tensor": Part(tensor, 3, "Layers shared out over two tensor ranks."),
     "zero": Part(zero, 2, "Optimizer state and gradients shared out over two replicas."),

@@ -5,6 +5,7 @@ Every row is written as soon as it ends, so that a part that crashes keeps what 
 
 import gc
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import gpt
 import llama
 import numpy as np
 import torch
+import torch.distributed as dist
 from gpu_setting import Setting
 from torch import Tensor, nn
 
@@ -26,6 +28,9 @@ from asyncpipe.commands.in_python import RunResult
 from asyncpipe.runtime.errors import AsyncPipeError, root_of
 
 LEAST_ROW_S = 60.0
+PATIENCE_S = 50.0
+"""A rank that waits for another says so before its row ends."""
+MEETING_S = 45.0
 _USUAL = {"schedule": "1f1b", "dtype": "float32", "ranks": None}
 """Options whose plan is that without them, so that parts share plans."""
 
@@ -121,11 +126,37 @@ class Work:
             "eval_batches": 0,
             "log_every": 1,
             "quiet": True,
-            "timeout_s": 120.0,
+            "timeout_s": PATIENCE_S,
             "output": str(self.folder / "runs" / f"{number:03}"),
         }
         options = self.setting.places(processes) | defaults | options
         return asyncpipe.train(folder, data=str(self.tokens()), **options)
+
+    def refusal_of_nccl(self) -> str:
+        """Why NCCL does not connect two ranks here; "" if it does. Tried once for all parts."""
+        if self.setting.is_dry:
+            return "NCCL needs a GPU"
+        answer = self.folder / "nccl.json"
+        if not answer.exists():
+            try:
+                with _limited(MEETING_S):
+                    asyncpipe.launch(_meet_over_nccl, self.setting, ranks=2)
+                cause = ""
+            except Exception as error:
+                cause = f"NCCL does not connect two ranks: {sentence_of(error)}"
+            answer.write_text(json.dumps(cause))
+        return str(json.loads(answer.read_text()))
+
+    def train_over_nccl(self, folder: Path, processes: int, **options: Any) -> RunResult:
+        """As `train`, over NCCL where it connects two ranks, also on one GPU."""
+        if self.refusal_of_nccl():
+            return self.train(folder, processes, **options)
+        options = self.setting.places(processes) | {"transport": "nccl"} | options
+        if options["ranks_per_gpu"] == 1:
+            return self.train(folder, processes, **options)
+        arguments = (self, folder, processes, options)
+        run: RunResult = asyncpipe.launch(_run_on_own_hosts, *arguments, ranks=processes)[0]
+        return run
 
     def tokens(self) -> Path:
         """A file of random tokens."""
@@ -134,6 +165,36 @@ class Work:
             drawn = np.random.default_rng(0).integers(256, size=2**18)
             drawn.astype(np.uint16).tofile(tokens)
         return tokens
+
+
+def seem_to_be_on_own_hosts() -> None:
+    """Makes NCCL connect ranks that share a GPU, which it refuses on one host; it does so over
+    loopback."""
+    rank = os.environ["RANK"]
+    os.environ |= {"NCCL_HOSTID": rank, "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
+
+
+def _run_on_own_hosts(
+    work: Work, folder: Path, processes: int, options: dict[str, Any]
+) -> RunResult:
+    seem_to_be_on_own_hosts()
+    return work.train(folder, processes, **options)
+
+
+def _meet_over_nccl(setting: Setting) -> None:
+    """Sends a number each way."""
+    if setting.gpus == 1:
+        seem_to_be_on_own_hosts()
+    rank = int(os.environ["RANK"])
+    device = torch.device("cuda", min(rank, setting.gpus - 1))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    number = torch.full((1,), float(rank), device=device)
+    both = [torch.zeros(1, device=device) for _ in range(2)]
+    dist.all_gather(both, number)
+    if [int(each) for each in both] != [0, 1]:
+        raise Refuted(f"it sent {[float(each) for each in both]} instead of [0, 1]")
+    dist.destroy_process_group()
 
 
 def figures_of(run: RunResult) -> dict[str, Any]:

@@ -6,7 +6,7 @@
     several hosts, or ranks share GPUs     gloo
 
 CUDA IPC, which `shm` takes between GPUs, is not a default until it has been measured between some:
-where two ranks shared one, a step took 4% less than over gloo (docs/gpu-report.md).
+where two ranks shared one, a step took 4 and 5% less than over gloo (docs/gpu-report.md).
 `mpi` is taken when it is asked for: it carries tensors between hosts faster than gloo does, but
 only ranks that mpiexec started have it. `none`, which carries nothing, is for measurements.
 """
@@ -14,6 +14,7 @@ only ranks that mpiexec started have it. `none`, which carries nothing, is for m
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,11 +121,14 @@ def _refusal(name: str, where: Circumstances) -> str:
 
 
 def whereabouts(device: torch.device) -> bytes:
-    """The GPU of this process and whether it has NCCL, in 17 bytes."""
+    """The GPU of this process and whether it has NCCL, in 17 bytes.
+
+    To NCCL, processes with different values of NCCL_HOSTID have no GPU in common.
+    """
     if device.type != "cuda":
         return bytes(17)
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return hashlib.sha256(uuid.encode()).digest()[:16] + bytes([has_nccl()])
+    gpu = f"{torch.cuda.get_device_properties(device).uuid} {os.environ.get('NCCL_HOSTID', '')}"
+    return hashlib.sha256(gpu.encode()).digest()[:16] + bytes([has_nccl()])
 
 
 def have_own_gpus(all_whereabouts: Sequence[bytes]) -> bool:

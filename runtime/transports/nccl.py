@@ -22,7 +22,7 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,10 +71,11 @@ class _Arrivals:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A message whose tensors must live until it has arrived."""
+    """A message whose header, and the work that sends it, must live until it has arrived: gloo
+    takes a header back when nothing refers to them."""
 
     index: int
-    tensors: tuple[Tensor, Tensor]
+    tensors: tuple[Tensor, ...]
     works: tuple[dist.Work, dist.Work | None]
 
     @property
@@ -82,10 +83,12 @@ class _Sent:
         content = self.works[1]  # gloo never says that a header is over
         return content is not None and content.is_completed()
 
-    def hold_up(self) -> None:
-        """Makes the stream that computes wait until the content has arrived."""
+    def without_content(self) -> _Sent:
+        """Makes the stream that computes wait until the content has arrived, so that it can use its
+        memory again."""
         if content := self.works[1]:
             content.wait()
+        return replace(self, tensors=self.tensors[:1])
 
     def wait(self, timeout: datetime.timedelta) -> None:
         """Waits until both have arrived."""
@@ -143,8 +146,8 @@ class NcclTransport:
             under_way.popleft()
         # This holds up the stream. The host waits for nobody here: it may have to post what its
         # peer waits for.
-        while self._is_nccl and len(under_way) >= self.depth:
-            under_way.popleft().hold_up()
+        if self._is_nccl and len(under_way) >= self.depth:
+            under_way[-self.depth] = under_way[-self.depth].without_content()
         content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         header = torch.tensor([channel.tag, index, len(content)])
         with self._waiting(channel.sending(index), channel.target_rank):
@@ -257,6 +260,7 @@ class NcclTransport:
         options = None
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = self._timeout  # torch warns of one that differs from the group's
         group: dist.ProcessGroup = dist.new_group(
             self._ranks,
             timeout=self._timeout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from asyncpipe.runtime.transports.choose import (
     Circumstances,
     choose,
     find_circumstances,
+    have_own_gpus,
     open_transport,
     whereabouts,
 )
@@ -82,6 +84,20 @@ def test_ranks_on_one_gpu_are_told_from_ranks_on_their_own() -> None:
         cpu = whereabouts(torch.device("cpu"))
         assert find_circumstances(None, [cpu, cpu]) == Circumstances(2)
         assert not find_circumstances(None, [first, cpu]).on_gpus
+
+
+def test_ranks_of_one_gpu_with_hosts_of_their_own_are_apart_for_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = SimpleNamespace(uuid="GPU-0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    places = []
+    for host in ("a", "b"):
+        places += [whereabouts(torch.device("cuda", 0))]
+        monkeypatch.setenv("NCCL_HOSTID", host)
+        places += [whereabouts(torch.device("cuda", 0))]
+    assert have_own_gpus([places[0], places[1], places[3]])
+    assert not have_own_gpus([places[1], places[2]])
 
 
 def test_before_the_ranks_start_those_of_this_machine_are_expected() -> None:

@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from asyncpipe.runtime.distributed.connections import lanes_of_plan
 from asyncpipe.runtime.errors import TransportError
 from asyncpipe.runtime.plan.plan import Plan
-from asyncpipe.runtime.transports import Channel
+from asyncpipe.runtime.transports import Channel, nccl
 from asyncpipe.runtime.transports.nccl import Lane, NcclTransport, lanes_of
 from asyncpipe.tests.support.models.hand_plans import chain, tied
 from asyncpipe.tests.support.processes.gloo_ranks import run_processes
@@ -63,10 +64,34 @@ def test_messages_find_their_receives_whatever_the_order_of_asking() -> None:
     assert run_processes(2, ask_in_another_order) == ["kept", "kept"]
 
 
+def without_content(sent: nccl._Sent) -> nccl._Sent:
+    return replace(sent, tensors=sent.tensors[:1])
+
+
+def send_far_ahead(rank: int) -> str:
+    transport = ordered(lanes_of(CHANNELS), timeout_s=10.0)
+    if rank == 0:
+        # On a GPU the stream waits, and the host sends on.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transport, "_is_nccl", True)
+            patch.setattr(nccl._Sent, "without_content", without_content)
+            for i in range(3 * transport.depth):
+                transport.send(HIDDEN, content(HIDDEN, i), i)
+        dist.barrier()
+    else:
+        dist.barrier()
+        for i in range(3 * transport.depth):
+            assert torch.equal(transport.wait(transport.recv(HIDDEN, i)), content(HIDDEN, i))
+    transport.close()
+    return "kept"
+
+
+def test_a_sender_whose_host_is_far_ahead_loses_no_header() -> None:
+    assert run_processes(2, send_far_ahead) == ["kept", "kept"]
+
+
 def mismatch(rank: int) -> str:
     """Negative control: the same messages, received in the order of asking."""
-    import torch.distributed as dist
-
     tensors = [content(channel, 1) for channel in (HIDDEN, BACK)]
     if rank == 0:
         for tensor in tensors:
