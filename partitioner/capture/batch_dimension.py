@@ -12,13 +12,16 @@ ShapeEnv then knows which symbols became a number, and which became equal.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice, product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ...runtime.rng import seed_torch
 from .arguments import Arguments, plain_structure, tensors_in
@@ -98,8 +101,9 @@ Runs = Callable[[Mapping[str, Tensor]], list[Tensor] | None]
 def _on_a_copy(model: nn.Module, given: Arguments) -> Runs | None:
     """A function that runs a copy of the model in evaluation mode, and returns None if it raises.
 
-    None for a model that cannot be copied. Copies keep forward's side effects away from the model;
-    the copies of a large model share its parameters, which have other memory while forward runs.
+    None for a model that cannot be copied. Copies keep forward's side effects away from the model.
+    The copies of a large model share its parameters: they have other memory while forward runs, or
+    get their values back if there are too many of them to copy.
     """
     parameters = list(model.parameters())
     is_small = sum(each.numel() for each in parameters) < MAX_PARAMETERS_WITH_GRADIENTS
@@ -115,9 +119,12 @@ def _on_a_copy(model: nn.Module, given: Arguments) -> Runs | None:
     def runs(tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
         own = {name: tensor.detach().clone().to(device) for name, tensor in tensors.items()}
         twin = copy.deepcopy(base, dict(shared))
-        aside = working_copies(twin, Noise.NONE) if shared else nullcontext()
         try:
-            with aside, unchanged(twin), in_mode(twin, False), without_cache(twin), silent():
+            with ExitStack() as aside, in_mode(twin, False), without_cache(twin), silent():
+                if shared:
+                    aside.enter_context(working_copies(twin, Noise.NONE))
+                    aside.enter_context(_Restored(twin.parameters()))
+                aside.enter_context(unchanged(twin))
                 seed_torch(0)
                 with torch.no_grad():
                     return list(tensors_in(plain_structure(given.call(twin, own))))
@@ -125,6 +132,43 @@ def _on_a_copy(model: nn.Module, given: Arguments) -> Runs | None:
             return None
 
     return runs
+
+
+class _Restored(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives the tensors whose memory operations change their values back at its end; copies only
+    these, just before the first change."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        self._own = {storage._cdata: storage for storage in storages}
+        self._before: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = {
+            each.name: value for each, value in zip(func._schema.arguments, args, strict=False)
+        }
+        given |= kwargs or {}
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tree_leaves(given.get(argument.name)):
+                    self._keep(tensor.untyped_storage()._cdata if tensor is not None else 0)
+        return func(*args, **(kwargs or {}))
+
+    def _keep(self, number: int) -> None:
+        if number in self._own and number not in self._before:
+            self._before[number] = self._own[number].clone()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for number, before in self._before.items():
+            self._own[number].copy_(before)
 
 
 def _fill_zeros(model: nn.Module) -> None:

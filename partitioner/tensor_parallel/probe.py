@@ -46,7 +46,7 @@ class Probe:
     def ready(self) -> Iterator[None]:
         """Inside, parameters have noise, and the values of the whole model are known."""
         model = self.capture.model
-        with working_copies(model, Noise.ALL), torch.no_grad():
+        with working_copies(model, Noise.ALL, self.capture.changed), torch.no_grad():
             self.run.start()
             with in_mode(model, self.run.training):
                 yield

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.partitioner.capture import Capture, capture, read_arguments
+from asyncpipe.partitioner.capture import Capture, capture, model_state, read_arguments
 from asyncpipe.partitioner.capture.batch_dimension import find_batch
 from asyncpipe.partitioner.capture.sizes import parse_dimension
 from asyncpipe.runtime.errors import CaptureError
@@ -215,18 +215,23 @@ def test_to_find_out_leaves_the_model_as_it_was() -> None:
     assert model.calls == [] and torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("has_copies", [True, False])
 def test_a_large_model_keeps_its_parameters_though_forward_changes_them(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, has_copies: bool
 ) -> None:
     class Averaged(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
-                self.weight.mul_(0.9)
+                torch._foreach_mul_([self.weight.view(-1)], 0.9)
                 self.bias.data.add_(1.0)
+                torch.mul(self.bias, 2.0, out=self.bias)
             return super().forward(x)
 
     place = "asyncpipe.partitioner.capture.batch_dimension.MAX_PARAMETERS_WITH_GRADIENTS"
     monkeypatch.setattr(place, 0)
+    if not has_copies:
+        monkeypatch.setattr(model_state, "MOST_BYTES", 0)
+        monkeypatch.setattr(model_state, "SMALL", 0)
     model, inputs = Averaged(3, 2), {"x": torch.randn(4, 3)}
     before = {name: value.clone() for name, value in model.state_dict().items()}
     memory = model.weight.data_ptr()
