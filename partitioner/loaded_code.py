@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.process import PROC, STARTED, describe_environment
+from ..runtime.tensor_files import raw_bytes
 from .capture.model_state import plain_tensors
 from .profile.cache import device_identity
 
@@ -164,5 +165,4 @@ def _hash_of(tensor: Tensor) -> str:
     )
     if tensor.is_meta:
         return facts
-    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{facts} {hashlib.sha256(values.numpy().data).hexdigest()}"
+    return f"{facts} {hashlib.sha256(raw_bytes(tensor)).hexdigest()}"

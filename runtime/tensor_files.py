@@ -86,7 +86,7 @@ def write_shard(folder: Path, tensors: Mapping[str, Tensor], shard: int, shards:
     plain: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
-        own = tensor.detach().cpu().contiguous()
+        own = dense(tensor.cpu())
         storage = own.untyped_storage().data_ptr()
         plain[name] = own.clone() if storage in storages else own
         storages.add(storage)
@@ -110,10 +110,15 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor's numbers row by row in memory, outside autograd: for a strided view, and where
+    torch has put off a conjugation or a change of sign, a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's content as it lies in memory, row by row."""
-    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return content.numpy().data
+    """A tensor's numbers row by row."""
+    return dense(tensor.cpu()).flatten().view(torch.uint8).numpy().data
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -48,6 +48,7 @@ from ..distributed.tensor_group import whole, whole_state
 from ..executor.executor import Executor
 from ..executor.loading import shared_names
 from ..plan.plan import Plan
+from ..tensor_files import dense
 from ..tensor_parallel.ranks import Split, TensorRanks, split_of
 from .folders import CheckpointError, Facts, damage_of, read_facts
 from .storage import own_names
@@ -403,7 +404,7 @@ def _weight_of(rest: str) -> str:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    return dense(tensor.to("cpu", copy=True))
 
 
 _LONGEST = 256

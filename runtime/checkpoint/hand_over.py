@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..distributed.process_groups import World
 from ..executor.loading import shared_names
+from ..tensor_files import dense
 from .contents import Rank, Wanted, state_of, weights_of
 
 _WEIGHT = "weight "
@@ -65,9 +66,7 @@ def _exchanged(
             sizes = [entry.size for entry in together]
             if source == world.rank:
                 tensors = [own[entry.key] for entry in together]
-                content = torch.cat(
-                    [each.contiguous().flatten().view(torch.uint8) for each in tensors]
-                )
+                content = torch.cat([dense(each).flatten().view(torch.uint8) for each in tensors])
             else:
                 content = torch.empty(sum(sizes), dtype=torch.uint8)
             if content.numel():

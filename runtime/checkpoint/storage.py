@@ -28,7 +28,7 @@ from torch import Tensor
 from ..distributed.process_groups import World
 from ..errors import DataError
 from ..plan.plan import Plan
-from ..tensor_files import tensor_bytes, write_index, write_shard
+from ..tensor_files import dense, tensor_bytes, write_index, write_shard
 from .folders import CheckpointError
 
 
@@ -39,7 +39,7 @@ def write_tensors(
     files. Raises OSError."""
     by_file: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
-        by_file[file_of(name)][name] = tensor.detach().contiguous()
+        by_file[file_of(name)][name] = dense(tensor)
     try:
         for file, own in by_file.items():
             folder.mkdir(parents=True, exist_ok=True)

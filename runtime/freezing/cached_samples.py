@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..tensor_files import dense
 from .arena import KEY_BYTES, Arena, Entry
 from .marks import Leaf
 from .reads import Rows
@@ -75,7 +76,7 @@ class Form:
 
 def bytes_by_sample(tensor: Tensor, dim: int, samples: int) -> Bytes:
     """The bytes of each sample of a tensor, whose dimension `dim` counts them."""
-    flat = tensor.detach().movedim(dim, 0).contiguous().cpu().view(-1)
+    flat = dense(tensor.movedim(dim, 0).cpu()).view(-1)
     return flat.view(torch.uint8).view(samples, -1).numpy()
 
 

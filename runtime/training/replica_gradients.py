@@ -44,6 +44,7 @@ from ..plan.plan import Plan
 from ..sharding.buckets import Bucket, UnderWay, make_buckets, with_gradients
 from ..sharding.shards import BUCKET_BYTES, naming_peers
 from ..staleness.weight_versions import IsFinal
+from ..tensor_files import dense
 from .clipping import NormShare
 
 
@@ -314,4 +315,4 @@ def _buffers(modules: Mapping[int, nn.Module]) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().flatten().view(torch.uint8).cpu()
+    return dense(tensor).flatten().view(torch.uint8).cpu()

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TransportError
+from ..tensor_files import dense
 from .peers import Slots
 from .protocol import Channel
 
@@ -231,7 +232,7 @@ class HostMemory:
     """Tensors of the CPU are sent as they are."""
 
     def outgoing(self, tensor: Tensor) -> tuple[Tensor, Ready | None]:
-        return tensor.detach().contiguous(), None
+        return dense(tensor), None
 
     def incoming(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Ready | None]:
         return torch.empty(shape, dtype=dtype), None
@@ -272,7 +273,7 @@ class DirectMemory:
         self._device = device
 
     def outgoing(self, tensor: Tensor) -> tuple[Tensor, Ready | None]:
-        tensor = tensor.detach().contiguous()
+        tensor = dense(tensor)
         return tensor, self._event()
 
     def incoming(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Ready | None]:

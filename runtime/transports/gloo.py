@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransportError
+from ..tensor_files import dense
 from .protocol import DIRECTIONS, Channel, Handle, Sends, peer_is_gone, timed_out
 
 INDICES = 1024
@@ -72,7 +73,7 @@ class GlooTransport:
     def send(self, channel: Channel, tensor: Tensor, index: int) -> None:
         channel.check(tensor, index)
         self._sends.make_room(channel, self.depth)
-        host = tensor.detach().to("cpu").contiguous()
+        host = dense(tensor.cpu())
         try:
             work = dist.isend(
                 host,

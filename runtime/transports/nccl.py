@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransportError
+from ..tensor_files import dense
 from .protocol import DIRECTIONS, Channel, Handle, peer_is_gone, timed_out
 
 Lane = tuple[str, int, int]
@@ -148,7 +149,7 @@ class NcclTransport:
         # peer waits for.
         if self._is_nccl and len(under_way) >= self.depth:
             under_way[-self.depth] = under_way[-self.depth].without_content()
-        content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        content = dense(tensor).reshape(-1).view(torch.uint8)
         header = torch.tensor([channel.tag, index, len(content)])
         with self._waiting(channel.sending(index), channel.target_rank):
             announced = self._send_header(lane, header)

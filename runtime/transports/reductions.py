@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..tensor_files import dense
 from ..tensor_parallel.ranks import Reduction
 from .mpi import load_mpi
 from .naps import EAGER_S, wait_until
@@ -85,14 +86,14 @@ class GroupCollectives:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """As `Collectives`."""
-        own = tensor.detach().contiguous()
+        own = dense(tensor)
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(parts, own, self._group)
         return parts
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
         """As `Collectives`."""
-        given = [part.detach().contiguous() for part in parts]
+        given = [dense(part) for part in parts]
         result = _empty_like(given[0])
         dist.reduce_scatter(result, given, group=self._group)
         return result
@@ -100,7 +101,7 @@ class GroupCollectives:
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """As `Collectives`."""
         is_own = dist.get_rank(self._group) == source
-        result = tensor.detach().contiguous() if is_own else _empty_like(tensor)
+        result = dense(tensor) if is_own else _empty_like(tensor)
         dist.broadcast(result, group=self._group, group_src=source)
         return result
 
@@ -123,7 +124,7 @@ class MpiCollectives:
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Tensor:
         """As `Collectives`."""
-        own = tensor.detach().cpu().reshape(-1)
+        own = dense(tensor.cpu()).reshape(-1)
         if takes_shares(self._ranks, own.nbytes):
             share = -(-len(own) // self._ranks)
             own = torch.nn.functional.pad(own, (0, share * self._ranks - len(own)))
@@ -135,7 +136,7 @@ class MpiCollectives:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """As `Collectives`."""
-        parts = self._gathered(tensor.detach().cpu().reshape(-1))
+        parts = self._gathered(dense(tensor.cpu()).reshape(-1))
         return [part.view(tensor.shape).to(tensor.device) for part in parts]
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
@@ -147,7 +148,7 @@ class MpiCollectives:
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """As `Collectives`."""
         is_own = self._rank == source
-        result = tensor.detach().cpu().contiguous() if is_own else _empty_like(tensor, "cpu")
+        result = dense(tensor.cpu()) if is_own else _empty_like(tensor, "cpu")
         self._finish(self._world.Ibcast(self._bytes(result), source), result.nbytes)
         return result.to(tensor.device)
 

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransportError
+from ..tensor_files import raw_bytes
 from .device_slots import CudaMemory, DeviceMemory, Incoming, Outgoing
 from .peers import PACKET_BYTES, Peers, SharedMemory, Slots, create_memory, obstacle
 from .protocol import Channel, Handle, peer_is_gone, timed_out
@@ -138,7 +139,7 @@ class ShmTransport:
             place, handles = self._outgoing[peer].fill(tensor)
             rest = handles.encode()
         elif size <= INLINE_BYTES:
-            rest = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+            rest = raw_bytes(tensor).tobytes()
         else:
             self._progress(0.0)
             kind, place = _HOST, self._slots.take(size)

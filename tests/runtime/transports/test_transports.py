@@ -10,6 +10,7 @@ import torch
 from asyncpipe.runtime.errors import TransportError
 from asyncpipe.runtime.executor.mailbox import take
 from asyncpipe.runtime.transports import Transport
+from asyncpipe.tests.support.models.odd_tensors import put_off
 from asyncpipe.tests.support.processes.messages import (
     BACK,
     DTYPES,
@@ -65,14 +66,16 @@ def strided(transport: Transport) -> Steps:
             base.flip(0),
             base.view(1, 1, size, size).contiguous(memory_format=torch.channels_last),
             base[0].clone().requires_grad_().exp(),
+            *put_off(base),
         ]
         for i, tensor in enumerate(tensors):
-            channel = replace(HIDDEN, tag=10 * n + i, shape=tuple(tensor.shape))
+            shape, dtype = tuple(tensor.shape), tensor.dtype
+            channel = replace(HIDDEN, tag=20 * n + i, shape=shape, dtype=dtype)
             if transport.rank == 0:
                 transport.send(channel, tensor, 0)
             else:
                 found = yield from take(transport, transport.recv(channel, 0))
-                assert same_bits(found, tensor.detach())
+                assert same_bits(found, tensor.detach().resolve_conj().resolve_neg())
                 assert not found.requires_grad and found.is_contiguous()
 
 
