@@ -233,8 +233,11 @@ class ExecutionOptions:
         "Automatic restarts of the run after a rank dies or hangs.",
         changes_losses=False,
     )
-    dtype: str = _computes(
-        "float32", Choice(("float32", "float64")), "Parameter dtype.", compared=True
+    dtype: str | None = _computes(
+        None,
+        Choice(("float32", "float64")),
+        "Dtype of all parameters of floating point. [default: those of the model]",
+        compared=True,
     )
     compile: bool = _computes(
         False,

@@ -28,7 +28,7 @@ def check_precision(config: RunConfig) -> None:
                 f"--loss-scale {config.loss_scale:g}, but nothing overflows under {precision}.",
                 "--precision float16, or leave it out.",
             )
-    elif config.dtype != "float32":
+    elif config.dtype not in (None, "float32"):
         raise SettingsError(
             f"{precision} casts float32 weights as it computes, --dtype {config.dtype} are left "
             "alone by autocast.",
@@ -65,13 +65,18 @@ def precision_of(options: ExecutionOptions) -> Precision:
     return Precision(dtype_of(options.precision), options.device)
 
 
+def weights_dtype(options: ExecutionOptions) -> torch.dtype | None:
+    """The dtype of all parameters of floating point; None for those of the model."""
+    return dtype_of(options.dtype) if options.dtype else None
+
+
 def find_boundary_dtypes(config: RunConfig, plan: Plan, code: Mapping[str, str]) -> BoundaryDtypes:
     """The dtypes of boundaries at their stages and between ranks; `code` has the SHA-256 of the
     stages' files. Raises PlanError."""
-    crossing = config.boundary_dtype
+    crossing, weights = config.boundary_dtype, weights_dtype(config)
     return BoundaryDtypes(
-        dtype_of(config.dtype),
-        dtypes_of_folder(config.folder, plan, precision_of(config), code),
+        weights,
+        dtypes_of_folder(config.folder, plan, precision_of(config), code, weights),
         dtype_of(crossing) if crossing else None,
     )
 
@@ -79,7 +84,7 @@ def find_boundary_dtypes(config: RunConfig, plan: Plan, code: Mapping[str, str])
 def describe_precision(config: RunConfig, plan: Plan, dtypes: BoundaryDtypes) -> str:
     """The dtypes of a run and the size of its boundaries, as a phrase; "" for float32."""
     parts = []
-    if config.dtype != "float32":
+    if config.dtype not in (None, "float32"):
         parts.append(f"{config.dtype} throughout")
     if config.precision != "full":
         parts.append(f"autocast to {config.precision}; weights, gradients, optimizer in float32")
@@ -126,7 +131,7 @@ def precision_warning(options: ExecutionOptions, plan: Plan) -> str:
     computed = "bfloat16" if options.precision != "full" else "float32"
     command = re.sub(r" --dtype[ =]\S+", "", plan.command)
     again = f"{command} --dtype {computed}" if computed != "float32" else command
-    running = options.precision if options.precision != "full" else options.dtype
+    running = options.precision if options.precision != "full" else options.dtype or "float32"
     return (
         f"the plan was profiled in {planned}, this run computes in {running}: cuts and predictions "
         f"are those of {planned}. {again}"

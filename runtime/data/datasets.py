@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..errors import DataError
 from ..extras import install
 from ..plan.plan import Plan
-from .task import Task
+from .task import Floats, Task
 from .tokens import default_corpus
 
 DIGIT_CLASSES = 10
@@ -27,7 +27,7 @@ class Digits:
     """
 
     def __init__(
-        self, task: Task, shape: tuple[int, ...], *, evaluation: bool, dtype: torch.dtype
+        self, task: Task, shape: tuple[int, ...], *, evaluation: bool, floats: Floats
     ) -> None:
         if task.classes is not None and task.classes < DIGIT_CLASSES:
             raise DataError(
@@ -39,7 +39,7 @@ class Digits:
         self._images, self._labels = images[part], labels[part]
         self._task = task
         self._channels, self._size = shape[0], shape[1:]
-        self._dtype = dtype
+        self._floats = floats
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -54,7 +54,8 @@ class Digits:
         if self._task.sample in fields:
             grey = self._images[chosen].unsqueeze(1)
             large = F.interpolate(grey, self._size, mode="bilinear", align_corners=False)
-            values[self._task.sample] = large.repeat(1, self._channels, 1, 1).to(self._dtype)
+            images = large.repeat(1, self._channels, 1, 1)
+            values[self._task.sample] = self._floats.cast(self._task.sample, images)
         if self._task.label in fields:
             values[str(self._task.label)] = self._labels[chosen]
         return values
@@ -93,11 +94,11 @@ class Clusters:
     first access, not for labels alone.
     """
 
-    def __init__(self, task: Task, features: int, *, evaluation: bool, dtype: torch.dtype) -> None:
+    def __init__(self, task: Task, features: int, *, evaluation: bool, floats: Floats) -> None:
         self._task = task
         self._features = features
         self._classes = task.classes or CLUSTER_CLASSES
-        self._dtype = dtype
+        self._floats = floats
         held_out = int(SAMPLES * _EVALUATION_SHARE)
         self._first, self._length = (
             (SAMPLES - held_out, held_out) if evaluation else (0, SAMPLES - held_out)
@@ -114,7 +115,8 @@ class Clusters:
         chosen = torch.tensor(indices) + self._first
         values = {}
         if self._task.sample in fields:
-            values[self._task.sample] = self._points[chosen].to(self._dtype)
+            points = self._points[chosen]
+            values[self._task.sample] = self._floats.cast(self._task.sample, points)
         if self._task.label in fields:
             values[str(self._task.label)] = self._labels[chosen]
         return values

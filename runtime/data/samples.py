@@ -19,7 +19,7 @@ from ..errors import DataError
 from ..plan.structure import names_in, tensors_by_name
 from ..tensor_files import raw_bytes
 from ..user_code import user_errors_as
-from .task import TARGET, Task
+from .task import TARGET, Floats, Task
 
 _DIGESTED_BYTES = 1 << 26
 """The most bytes of a column that its digest reads, in pieces over its whole length."""
@@ -34,12 +34,12 @@ Collate = Callable[[list[Any]], Any]
 class Naming:
     """Gives the values of a sample, or of a batch, the names that the model reads."""
 
-    def __init__(self, task: Task, source: str, *, dtype: torch.dtype) -> None:
+    def __init__(self, task: Task, source: str, *, floats: Floats) -> None:
         self.fields = task.fields
         self.source = source
         self._arguments = task.arguments
         self._has_label = task.label is not None
-        self._dtype = dtype
+        self._floats = floats
 
     def named(self, sample: Any) -> Mapping[str, Any]:
         """Every value by its name; raises DataError for another number of values."""
@@ -86,7 +86,7 @@ class Naming:
                 "is not a tensor, an array or numbers.",
                 "Convert it in the dataset, for example by torchvision's ToTensor or a tokenizer.",
             ) from error
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        return self._floats.cast(name, tensor)
 
     def _positions(self) -> tuple[str, ...]:
         """The names of the values of a sample without names: arguments with tensors, then the

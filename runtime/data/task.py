@@ -27,6 +27,7 @@ from ..plan.plan import Plan, TensorSpec
 from ..plan.structure import names_in, tensors_by_name
 from ..rng import seed_of
 from ..serialization import Origin, parse_json, read_text
+from ..tensor_files import dtype_of
 
 
 def arguments_of(plan: Plan) -> dict[str, Any]:
@@ -179,6 +180,36 @@ def find_task(plan: Plan, *, criterion: str | None, architecture: str = "") -> T
     kind = _kind(sample)
     objective = _objective(plan, architecture) if kind == "text" else "causal"
     return Task(kind, sample.name, label, fields, objective, _classes(plan), arguments_of(plan))
+
+
+@dataclass(frozen=True)
+class Floats:
+    """The dtypes of a run's inputs of floating point.
+
+    by_name: those of the model's inputs.
+    others: that of the rest, such as a target: by default that of the first output.
+    """
+
+    by_name: Mapping[str, torch.dtype]
+    others: torch.dtype
+
+    def cast(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor of the input with this name, in its dtype if it is of floating point."""
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self.by_name.get(name, self.others))
+
+
+def floats_of(plan: Plan, dtype: str | None) -> Floats:
+    """The dtypes of the model's inputs; `dtype` for all if it is given."""
+    if dtype is not None:
+        return Floats({}, dtype_of(dtype))
+    own, values = (
+        {spec.name: found for spec in specs if (found := dtype_of(spec.dtype)).is_floating_point}
+        for specs in (plan.inputs, plan.values)
+    )
+    made = [values[name] for name in names_in(plan.outputs) if name in values]
+    return Floats(own, made[0] if made else torch.float32)
 
 
 def architecture_of(folder: str | Path) -> str:

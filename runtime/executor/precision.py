@@ -86,8 +86,8 @@ FULL = Precision()
 class BoundaryDtypes:
     """The dtypes of boundary tensors."""
 
-    weights: torch.dtype = torch.float32
-    """The dtype of the plan's float32 tensors."""
+    weights: torch.dtype | None = None
+    """The dtype of the plan's float32 tensors; None for float32."""
     by_name: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Name -> dtype of boundaries whose dtype differs."""
     crossing: torch.dtype | None = None
@@ -95,7 +95,7 @@ class BoundaryDtypes:
 
     def at_stages(self, tensor: TensorSpec) -> torch.dtype:
         planned: torch.dtype = getattr(torch, tensor.dtype)
-        converted = self.weights if planned is torch.float32 else planned
+        converted = self.weights or planned if planned is torch.float32 else planned
         return self.by_name.get(tensor.name, converted)
 
     def between_ranks(self, tensor: TensorSpec) -> torch.dtype:
@@ -118,34 +118,72 @@ AS_PLANNED = BoundaryDtypes()
 
 
 def dtypes_of_folder(
-    folder: str | Path, plan: Plan, precision: Precision, code: Mapping[str, str] | None = None
+    folder: str | Path,
+    plan: Plan,
+    precision: Precision,
+    code: Mapping[str, str] | None = None,
+    weights: torch.dtype | None = None,
 ) -> dict[str, torch.dtype]:
-    """`dtypes_under` for a generated folder; empty if the plan's dtypes hold. `code` is as for
-    `load_stage_class`."""
-    if precision.dtype is None:
+    """`dtypes_under` for a generated folder; empty if the plan's dtypes hold, float32 tensors
+    having that of the `weights`. `code` is as for `load_stage_class`."""
+    if precision.dtype is None and (weights is None or not _has_other_floats(plan)):
         return {}
     classes = [load_stage_class(folder, spec, code) for spec in plan.stages]
-    return dtypes_under(precision, plan, classes)
+    return dtypes_under(precision, plan, classes, weights)
+
+
+def _has_other_floats(plan: Plan) -> bool:
+    tensors = [*plan.inputs, *(boundary.tensor for boundary in plan.boundaries)]
+    dtypes = {getattr(torch, tensor.dtype) for tensor in tensors}
+    return any(dtype.is_floating_point and dtype is not torch.float32 for dtype in dtypes)
 
 
 def dtypes_under(
-    precision: Precision, plan: Plan, stages: Sequence[Callable[[], nn.Module]]
+    precision: Precision,
+    plan: Plan,
+    stages: Sequence[Callable[[], nn.Module]],
+    weights: torch.dtype | None = None,
 ) -> dict[str, torch.dtype]:
-    """The dtype of every boundary tensor, found by running all stages on fake tensors. Raises
+    """The dtype of every boundary tensor, found by running all stages on fake tensors, with all
+    parameters and inputs of floating point in that of the `weights` if it is given. Raises
     PlanError if a stage cannot run on these."""
     with running_on_fake_tensors(plan, precision.device_type) as values:
+        values.update(_converted(values, weights))
         for spec, build in zip(plan.stages, stages, strict=True):
             try:
                 with precision.computing():
-                    values.update(run_stage(spec, build(), values))
+                    values.update(run_stage(spec, _in_dtype(build(), weights), values))
             except Exception as error:
+                under = f"--precision {precision.name}" if precision.dtype else f"in {weights}"
                 raise PlanError(
                     f"stage {spec.index} cannot run on fake tensors, so the dtypes that it sends "
-                    f"under {precision.name} are unknown: {type(error).__name__}: {error}",
-                    "--precision full",
+                    f"{under} are unknown: {type(error).__name__}: {error}",
+                    "--precision full, and no --dtype",
                 ) from error
     names = {boundary.tensor.name for boundary in plan.boundaries}
     return {name: values[name].dtype for name in sorted(names)}
+
+
+def _in_dtype(stage: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """`stage.to(dtype)`, which cannot exchange the memory of fake tensors."""
+    for module in stage.modules():
+        module._buffers.update(_converted(module._buffers, dtype))
+        for name, value in _converted(module._parameters, dtype).items():
+            module._parameters[name] = nn.Parameter(value)
+    return stage
+
+
+def _converted(
+    tensors: Mapping[str, Tensor | None], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """The tensors of floating point, in this dtype; none without one."""
+    if dtype is None:
+        return {}
+    return {
+        name: tensor.detach().to(dtype)
+        for name, tensor in tensors.items()
+        if tensor is not None and tensor.is_floating_point()
+    }
 
 
 @contextmanager

@@ -25,7 +25,16 @@ from ..data.own_data import Part, own_parts
 from ..data.sampler_order import order_of
 from ..data.samples import Columns, Naming, OwnDataset
 from ..data.streams import UNKNOWN_LENGTH, Stream, StreamSamples, first_rows
-from ..data.task import BatchDims, SampleOrder, Task, batch_dims, laid_out, sizes_of
+from ..data.task import (
+    BatchDims,
+    Floats,
+    SampleOrder,
+    Task,
+    batch_dims,
+    floats_of,
+    laid_out,
+    sizes_of,
+)
 from ..data.text import RemoteText, TextWindows
 from ..data.tokens import (
     BYTES,
@@ -44,7 +53,6 @@ from ..locations import is_url
 from ..plan.forecast import Forecast
 from ..plan.plan import READ_FROM, Plan
 from ..rng import drawing_from
-from ..tensor_files import dtype_of
 from ..user_code import names_object, own_line
 
 
@@ -233,16 +241,16 @@ def open_data(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
 
 
 def _opened(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
-    source, dtype = config.data, dtype_of(config.dtype)
+    source, floats = config.data, floats_of(plan, config.dtype)
     if names_object(source):
-        return _open_own(config, task)
+        return _open_own(config, task, floats)
     if is_url(source):
         return _open_remote(config, task, plan)
     if task.kind == "text":
         return _open_text(config, task, plan, folder)
     shape = next(spec for spec in plan.inputs if spec.name == task.sample).sample_sizes(plan.sizes)
     if source == "digits" and task.kind == "image":
-        images = [Digits(task, shape, evaluation=part, dtype=dtype) for part in (False, True)]
+        images = [Digits(task, shape, evaluation=part, floats=floats) for part in (False, True)]
         return Data(
             images[0],
             images[1],
@@ -250,7 +258,9 @@ def _opened(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
             f"digits ({len(images[0]):,} real images of 8 × 8, resized)",
         )
     if source == "clusters" and task.kind == "features":
-        points = [Clusters(task, shape[0], evaluation=part, dtype=dtype) for part in (False, True)]
+        points = [
+            Clusters(task, shape[0], evaluation=part, floats=floats) for part in (False, True)
+        ]
         return Data(points[0], points[1], source, f"clusters ({len(points[0]):,} synthetic points)")
     raise DataError(
         f"--data {source} does not fit {plan.name}, which reads {task.sample} of {task.kind}.",
@@ -258,10 +268,10 @@ def _opened(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
     )
 
 
-def _open_own(config: RunConfig, task: Task) -> Data:
+def _open_own(config: RunConfig, task: Task, floats: Floats) -> Data:
     source, seed = config.data, config.seed
     own = own_parts(source, seed)
-    naming = Naming(task, source, dtype=dtype_of(config.dtype))
+    naming = Naming(task, source, floats=floats)
     parts = [None if part is None else _dataset(part, naming) for part in own]
     if own[1] is not None and own[1].stream is not None:
         parts[1] = _read_evaluation(own[1].stream, naming, config)
@@ -316,7 +326,7 @@ def _read_evaluation(stream: Stream, naming: Naming, config: RunConfig) -> Datas
 def _open_remote(config: RunConfig, task: Task, plan: Plan) -> Data:
     """The text at a URL, read while the run trains on it; it has no evaluation data."""
     texts = RemoteText(config.data, task, plan, seed=config.seed)
-    naming = Naming(task, config.data, dtype=dtype_of(config.dtype))
+    naming = Naming(task, config.data, floats=floats_of(plan, config.dtype))
     stream = Stream(config.data, texts, texts.again)
     return Data(
         StreamSamples(stream, naming),

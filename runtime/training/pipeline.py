@@ -31,6 +31,7 @@ from ..config.segments import RunSegment, segments
 from ..config.settings import SettingsError
 from ..data.given import GivenBatch, split_batch
 from ..data.streams import UNKNOWN_LENGTH
+from ..data.task import floats_of
 from ..distributed.calls import Calls
 from ..distributed.process_groups import SharedStore, leave
 from ..errors import DataError
@@ -39,7 +40,6 @@ from ..executor.loading import load_unused
 from ..executor.run import Criterion
 from ..monitoring.gather import RankFigures
 from ..process import keep_freed_memory
-from ..tensor_files import dtype_of
 from .checkpointing import Stopping
 from .clipping import clip_all
 from .evaluation import forward_schedule
@@ -422,7 +422,7 @@ class Pipeline(TrainedStages):
             self.config.micro_batches,
             replicas=self._world.replicas,
             target=target,
-            dtype=dtype_of(self.config.dtype),
+            floats=floats_of(self.plan, self.config.dtype),
         )
 
     def _use(self, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..checkpoint.contents import PROBE, FoundCheckpoint, Rank
 from ..config.asynchronous_options import delays_of
 from ..config.batch_layout import StepBatch
-from ..config.mixed_precision import precision_of
+from ..config.mixed_precision import precision_of, weights_dtype
 from ..config.segments import RunSegment, schedule_of
 from ..config.settings import RunConfig
 from ..data.task import GIVEN, TARGET, sizes_of
@@ -38,7 +38,6 @@ from ..freezing.rules import Events, Progress, parse_rule
 from ..monitoring.gather import RankFigures
 from ..plan.plan import Plan
 from ..schedule.schedule import Schedule
-from ..tensor_files import dtype_of
 from .evaluation import find_criterion, forward_schedule
 from .optimizer_step import OptimizerStepper
 from .own_optimizer import OwnOptimizer
@@ -358,7 +357,7 @@ def load_stages(setup: Setup) -> dict[int, nn.Module]:
             stage,
             weights=setup.weights,
             device=world.machine.device,
-            dtype=dtype_of(config.dtype),
+            dtype=weights_dtype(config),
             code=code,
             ranks=setup.tensor_ranks,
         )

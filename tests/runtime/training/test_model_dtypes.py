@@ -1,0 +1,117 @@
+"""A model trains in the dtypes that its author gave it, or all in the one of `--dtype`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import asyncpipe
+from asyncpipe.runtime.data.task import floats_of
+from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.tests.support.processes.gloo_ranks import run_processes
+
+STEPS, SAMPLES = 3, 4
+
+
+class Small(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)).to(dtype)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"loss": F.cross_entropy(x.float(), labels)}
+
+
+class Mixed(Small):
+    """Matrix products in bfloat16, norms in float32, the head in float64."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16)
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(4))
+        self.head = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x).float()).bfloat16()
+        return {"loss": F.cross_entropy(self.head(x.double()), labels)}
+
+
+def batches(dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    drawn = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        x = torch.randn(SAMPLES, 6, generator=drawn).to(dtype)
+        yield {"x": x, "labels": torch.randint(6, (SAMPLES,), generator=drawn)}
+
+
+def folder_of(model: nn.Module, dtype: torch.dtype, folder: Path) -> Path:
+    example = next(batches(dtype))
+    asyncpipe.partition(model, example, stages=2, output=folder, profile="analytic")
+    return folder
+
+
+def losses(rank: int, folder: str, options: dict[str, Any]) -> list[float]:
+    given = {"schedule": "1f1b", "micro_batches": 1} | options
+    pipe = asyncpipe.Pipeline(folder, timeout_s=30.0, **given)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    found = [float(pipe.step(batch, optimizer=optimizer).loss) for batch in batches(torch.float64)]
+    pipe.close()
+    return found
+
+
+def plain(model: nn.Module, dtype: torch.dtype) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for batch in batches(dtype):
+        optimizer.zero_grad()
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def build(name: str) -> tuple[nn.Module, torch.dtype]:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if name == "mixed" else getattr(torch, name)
+    return (Mixed() if name == "mixed" else Small(dtype)), dtype
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float64", "mixed"])
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_the_losses_are_those_of_the_plain_model(name: str, transport: str, tmp_path: Path) -> None:
+    folder = folder_of(*build(name), tmp_path / "cut")
+    options = {"transport": transport, "ranks": 2}
+    found = run_processes(2, losses, str(folder), options)[0]
+    assert found == plain(*build(name))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_replicas_of_a_mixed_model_stay_equal(zero: int, tmp_path: Path) -> None:
+    folder = folder_of(*build("mixed"), tmp_path / "cut")
+    options = {"schedule": "ddp", "replicas": 2, "zero": zero, "micro_batches": 2}
+    found = run_processes(2, losses, str(folder), options)
+    assert found[0] == found[1] == pytest.approx(plain(*build("mixed")), rel=1e-3)
+
+
+def test_one_dtype_for_all_parameters_may_be_asked_for(tmp_path: Path) -> None:
+    model, dtype = build("bfloat16")
+    folder = folder_of(model, dtype, tmp_path / "cut")
+    found = run_processes(2, losses, str(folder), {"dtype": "float64", "ranks": 2})[0]
+    assert found == plain(build("bfloat16")[0].double(), torch.float64)
+
+
+def test_targets_have_the_dtype_of_what_they_are_compared_with(tmp_path: Path) -> None:
+    plan = read_plan(folder_of(*build("float64"), tmp_path / "cut"))
+    one = torch.ones(1, dtype=torch.float32)
+    assert floats_of(plan, None).cast("x", one).dtype is torch.float64
+    assert floats_of(plan, None).cast("target", one).dtype is torch.float32  # that of the loss
+    assert floats_of(plan, "float64").cast("target", one).dtype is torch.float64
+    assert floats_of(plan, "float64").cast("labels", one.long()).dtype is torch.int64
