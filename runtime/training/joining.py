@@ -71,7 +71,7 @@ class PipelineKeywords(TypedDict, total=False):
     pin: str
     timeout_s: float
     stall_s: float
-    dtype: str
+    dtype: str | None
     precision: str
     loss_scale: float | None
     boundary_dtype: str | None
