@@ -129,6 +129,18 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def in_precision(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of floating point in this dtype, a complex one in that of such parts; others as they
+    are.
+
+    >>> in_precision(torch.ones(1, dtype=torch.complex64), torch.float64).dtype
+    torch.complex128
+    """
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def check_weights(path: Path) -> None:
     """Raises DataError when the path holds no weights."""
     _files_by_name(path)

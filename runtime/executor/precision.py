@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import PlanError
 from ..plan.plan import Plan, TensorSpec
+from ..tensor_files import in_precision
 from .loading import SkipRandomInit, load_stage_class, run_stage
 
 
@@ -87,7 +88,8 @@ class BoundaryDtypes:
     """The dtypes of boundary tensors."""
 
     weights: torch.dtype | None = None
-    """The dtype of the plan's float32 tensors; None for float32."""
+    """The dtype of the plan's float32 tensors, and of the parts of its complex64 ones; None for
+    float32."""
     by_name: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Name -> dtype of boundaries whose dtype differs."""
     crossing: torch.dtype | None = None
@@ -95,7 +97,9 @@ class BoundaryDtypes:
 
     def at_stages(self, tensor: TensorSpec) -> torch.dtype:
         planned: torch.dtype = getattr(torch, tensor.dtype)
-        converted = self.weights or planned if planned is torch.float32 else planned
+        converted = planned
+        if self.weights is not None and planned in (torch.float32, torch.complex64):
+            converted = in_precision(torch.empty(0, dtype=planned), self.weights).dtype
         return self.by_name.get(tensor.name, converted)
 
     def between_ranks(self, tensor: TensorSpec) -> torch.dtype:
@@ -169,20 +173,20 @@ def _in_dtype(stage: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     for module in stage.modules():
         module._buffers.update(_converted(module._buffers, dtype))
         for name, value in _converted(module._parameters, dtype).items():
-            module._parameters[name] = nn.Parameter(value)
+            module._parameters[name] = nn.Parameter(value, requires_grad=False)
     return stage
 
 
 def _converted(
     tensors: Mapping[str, Tensor | None], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """The tensors of floating point, in this dtype; none without one."""
+    """The tensors in this dtype (`in_precision`); none without one."""
     if dtype is None:
         return {}
     return {
-        name: tensor.detach().to(dtype)
+        name: in_precision(tensor.detach(), dtype)
         for name, tensor in tensors.items()
-        if tensor is not None and tensor.is_floating_point()
+        if tensor is not None
     }
 
 

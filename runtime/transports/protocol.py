@@ -91,7 +91,7 @@ class Channel:
 
 
 _OTHER_SIZES = "Every micro-batch has the sizes of the run; drop or fill up a smaller last one."
-_OTHER_DTYPE = "Leave out --dtype: parameters then have the dtypes of the model that was partitioned."
+_OTHER_DTYPE = "Leave out --dtype: parameters then have the dtypes that were partitioned."
 
 
 class Handle(Protocol):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import asyncpipe
 from asyncpipe.runtime.data.task import floats_of
 from asyncpipe.runtime.plan.plan import read_plan
+from asyncpipe.runtime.tensor_files import in_precision
 from asyncpipe.tests.support.processes.gloo_ranks import run_processes
 
 STEPS, SAMPLES = 3, 4
@@ -42,6 +44,31 @@ class Mixed(Small):
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = norm(layer(x).float()).bfloat16()
         return {"loss": F.cross_entropy(self.head(x.double()), labels)}
+
+
+class Fourier(Small):
+    """A complex parameter and a complex buffer, before and after the cut."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        angles = torch.outer(torch.arange(4.0), torch.arange(4.0))
+        self.filters = nn.ParameterList(torch.polar(torch.ones(4), angle) for angle in angles)
+        self.register_buffer("turned", torch.polar(torch.ones(4, 4), angles).conj())
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for number, layer in enumerate(self.layers):
+            modes = torch.fft.rfft(layer(x)) * self.filters[number] * self.turned[number]
+            x = torch.fft.irfft(modes, n=6)
+        return {"loss": F.cross_entropy(x, labels)}
+
+
+BUILDS: dict[str, tuple[Callable[[], nn.Module], torch.dtype]] = {
+    # name: the model, and the dtype of its input
+    "bfloat16": (partial(Small, torch.bfloat16), torch.bfloat16),
+    "float64": (partial(Small, torch.float64), torch.float64),
+    "mixed": (Mixed, torch.bfloat16),
+    "complex": (Fourier, torch.float32),
+}
 
 
 def batches(dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
@@ -80,11 +107,11 @@ def plain(model: nn.Module, dtype: torch.dtype) -> list[float]:
 
 def build(name: str) -> tuple[nn.Module, torch.dtype]:
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if name == "mixed" else getattr(torch, name)
-    return (Mixed() if name == "mixed" else Small(dtype)), dtype
+    make, dtype = BUILDS[name]
+    return make(), dtype
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float64", "mixed"])
+@pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_the_losses_are_those_of_the_plain_model(name: str, transport: str, tmp_path: Path) -> None:
     folder = folder_of(*build(name), tmp_path / "cut")
@@ -101,11 +128,12 @@ def test_replicas_of_a_mixed_model_stay_equal(zero: int, tmp_path: Path) -> None
     assert found[0] == found[1] == pytest.approx(plain(*build("mixed")), rel=1e-3)
 
 
-def test_one_dtype_for_all_parameters_may_be_asked_for(tmp_path: Path) -> None:
-    model, dtype = build("bfloat16")
-    folder = folder_of(model, dtype, tmp_path / "cut")
+@pytest.mark.parametrize("name", ["bfloat16", "complex"])
+def test_one_dtype_for_all_parameters_may_be_asked_for(name: str, tmp_path: Path) -> None:
+    folder = folder_of(*build(name), tmp_path / "cut")
     found = run_processes(2, losses, str(folder), {"dtype": "float64", "ranks": 2})[0]
-    assert found == plain(build("bfloat16")[0].double(), torch.float64)
+    model = build(name)[0]._apply(partial(in_precision, dtype=torch.float64))
+    assert found == plain(model, torch.float64)
 
 
 def test_targets_have_the_dtype_of_what_they_are_compared_with(tmp_path: Path) -> None:
