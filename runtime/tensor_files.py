@@ -116,6 +116,11 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy of the tensor's numbers in host memory (`dense`)."""
+    return dense(tensor.to("cpu", copy=True))
+
+
 def raw_bytes(tensor: Tensor) -> memoryview:
     """A tensor's numbers row by row."""
     return dense(tensor.cpu()).flatten().view(torch.uint8).numpy().data

@@ -48,7 +48,7 @@ from ..distributed.tensor_group import whole, whole_state
 from ..executor.executor import Executor
 from ..executor.loading import shared_names
 from ..plan.plan import Plan
-from ..tensor_files import dense
+from ..tensor_files import host_copy
 from ..tensor_parallel.ranks import Split, TensorRanks, split_of
 from .folders import CheckpointError, Facts, damage_of, read_facts
 from .storage import own_names
@@ -162,7 +162,7 @@ def weights_of(rank: Rank, unused: Tensors) -> dict[int, dict[str, Tensor]]:
     with rank.written_states() as states:
         for stage, own in states.items():
             state, names = {**unused, **own}, own_names(rank.plan, stage)
-            weights[stage] = {name: _copied(state[name]) for name in names if name in state}
+            weights[stage] = {name: host_copy(state[name]) for name in names if name in state}
     return weights
 
 
@@ -200,7 +200,7 @@ def state_of(rank: Rank) -> dict[str, Tensor]:
     if rank.world.tensor_rank > 0:
         tensors = {}
     tensors |= {key: tensor for key, _, tensor in _of_optimizers(rank, as_wholes=True)}
-    return {name: _copied(tensor) for name, tensor in tensors.items()}
+    return {name: host_copy(tensor) for name, tensor in tensors.items()}
 
 
 def _parts(rank: Rank) -> dict[str, Tensor]:
@@ -401,10 +401,6 @@ def _name_in(key: str) -> str:
 def _weight_of(rest: str) -> str:
     """`<method>.<part>.<weight>` -> the weight, whose name may contain dots."""
     return rest.split(".", 2)[-1]
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return dense(tensor.to("cpu", copy=True))
 
 
 _LONGEST = 256

@@ -126,6 +126,8 @@ def squared_norm_alike(gradient: Tensor) -> Tensor:
     """The squared norm of one gradient, with the same bits wherever its elements are the same: a
     norm, unlike a sum, is added in one order by any number of threads and for any strides."""
     row = gradient.detach().reshape(-1)
+    if row.is_complex():
+        row = torch.view_as_real(row.resolve_conj()).reshape(-1)
     norm: Tensor = torch.linalg.vector_norm(row, dtype=torch.float64)
     return norm.square()
 

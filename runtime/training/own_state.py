@@ -23,7 +23,7 @@ from ..checkpoint.storage import read_tensors, write_tensors, write_weights
 from ..distributed.process_groups import World, gather_alike
 from ..executor.loading import fill_stage
 from ..serialization import Origin, parse_json, read_text
-from ..tensor_files import dense, dtype_of
+from ..tensor_files import dtype_of, host_copy
 
 _LONGEST = 128
 """The bytes of the name of an optimizer."""
@@ -35,7 +35,7 @@ def full_state(rank: Rank, unused: Mapping[str, Tensor]) -> dict[str, Tensor]:
     plan, world = rank.plan, rank.world
     with rank.written_states() as states:
         tensors = {
-            name: dense(tensor.to("cpu", copy=True))
+            name: host_copy(tensor)
             for own in (unused, *states.values())
             for name, tensor in own.items()
         }

@@ -103,7 +103,7 @@ def test_no_layout_is_faster_and_none_is_below_the_bound(
     choice = chosen(times_ms, on, link)
     assert choice.best.step_ms <= min(steps) * 1.0101
     assert choice.bound_ms <= min(steps) * (1 + 1e-9)
-    assert choice.bound_ms <= choice.best.step_ms
+    assert choice.bound_ms <= choice.best.step_ms * (1 + 1e-9)
 
 
 def test_one_tensor_rank_is_chosen_where_sums_take_longer_than_they_save() -> None:

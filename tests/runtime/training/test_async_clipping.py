@@ -224,6 +224,11 @@ def test_a_tied_gradient_that_grows_is_clipped_before_others_know_its_norm() -> 
         assert found.norm == pytest.approx(norm or math.sqrt(parameter.numel()) * growth)
 
 
+def test_the_norm_of_a_complex_gradient_has_both_parts() -> None:
+    gradient = torch.complex(torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0]))
+    assert float(squared_norm_alike(gradient)) == float(squared_norm_alike(gradient.conj())) == 25
+
+
 def test_a_tied_gradient_is_clipped_by_a_norm_with_the_same_bits_at_all_holders() -> None:
     settings = run_config(schedule="async-1f1b", clip=2.0, clip_by="stage")
     parameter = nn.Parameter(torch.zeros(40))
