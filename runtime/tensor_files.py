@@ -80,7 +80,8 @@ def shard_name(shard: int, shards: int) -> str:
 def write_shard(folder: Path, tensors: Mapping[str, Tensor], shard: int, shards: int) -> None:
     """Writes one shard into `folder`; the tensors may live on any device.
 
-    Tensors that share memory, as tied parameters that no stage uses, are written one by one.
+    Tensors that share memory, as tied parameters that no stage uses, are written one by one. Raises
+    DataError for one whose dtype no safetensors file has.
     """
     folder.mkdir(parents=True, exist_ok=True)
     plain: dict[str, Tensor] = {}
@@ -90,7 +91,15 @@ def write_shard(folder: Path, tensors: Mapping[str, Tensor], shard: int, shards:
         storage = own.untyped_storage().data_ptr()
         plain[name] = own.clone() if storage in storages else own
         storages.add(storage)
-    save_file(plain, folder / shard_name(shard, shards), metadata={"format": "pt"})
+    try:
+        save_file(plain, folder / shard_name(shard, shards), metadata={"format": "pt"})
+    except KeyError as error:  # of a dtype
+        name = next(name for name, tensor in plain.items() if tensor.dtype is error.args[0])
+        dtype = str(plain[name].dtype).removeprefix("torch.")
+        raise DataError(
+            f"{name} has the dtype {dtype}, which a safetensors file cannot hold.",
+            "Convert it before the model is partitioned, complex128 to complex64.",
+        ) from error
 
 
 def write_index(folder: Path, names_of_shard: Iterable[Iterable[str]], total_bytes: int) -> None:
@@ -132,18 +141,6 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise DataError(f"{name!r} is not a dtype of torch.", "Use float32, bfloat16 or float64.")
     return dtype
-
-
-def in_precision(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of floating point in this dtype, a complex one in that of such parts; others as they
-    are.
-
-    >>> in_precision(torch.ones(1, dtype=torch.complex64), torch.float64).dtype
-    torch.complex128
-    """
-    if tensor.is_complex():
-        return tensor.to(dtype.to_complex())
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def check_weights(path: Path) -> None:

@@ -24,7 +24,7 @@ from ..import_path import add_own_folder
 from ..plan.plan import NO_WEIGHTS, Plan, StageSpec, read_plan, verify_evaluates
 from ..plan.structure import rebuilt
 from ..plan.trust import own_modules
-from ..tensor_files import in_precision, read_tensors, write_shard
+from ..tensor_files import read_tensors, write_shard
 from ..tensor_parallel.ranks import (
     ONE_RANK,
     Split,
@@ -68,9 +68,9 @@ def load_stage(
 
     `weights` is a safetensors file or folder of the original model; by default the folder's own
     weights. Each stage reads only its own tensors, and one of several tensor `ranks` only its parts
-    of them. `dtype` is that of floating-point tensors and of the parts of complex ones, by default
-    as generated. `code` is as for `load_stage_class`. Raises PlanError if the folder lacks the
-    stage or has no weights, DataError if the weights belong to another model.
+    of them. `dtype` is that of floating-point tensors, by default as generated. `code` is as for
+    `load_stage_class`. Raises PlanError if the folder lacks the stage or has no weights, DataError
+    if the weights belong to another model.
     """
     folder = Path(folder)
     spec = plan.stages[index]
@@ -86,7 +86,8 @@ def load_stage(
     splits = splits_of(module)
     if dtype is not None:
         # Before it is filled: weights of a checkpoint keep all their digits.
-        module._apply(partial(in_precision, dtype=dtype))  # type: ignore[no-untyped-call]
+        convert = partial(in_dtype, dtype=dtype)
+        module._apply(convert)  # type: ignore[no-untyped-call]
     mark_splits(module, splits)
     fill_stage(module, weights or own, plan, ranks)
     _fill_constants(module, own, plan, ranks)
@@ -94,6 +95,11 @@ def load_stage(
     mark_splits(module, splits)
     bind(module, ranks)
     return module
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of floating point in this dtype; another, also a complex one, as it is."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def load_unused(

@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import PlanError
 from ..plan.plan import Plan, TensorSpec
-from ..tensor_files import in_precision
-from .loading import SkipRandomInit, load_stage_class, run_stage
+from .loading import SkipRandomInit, in_dtype, load_stage_class, run_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +87,7 @@ class BoundaryDtypes:
     """The dtypes of boundary tensors."""
 
     weights: torch.dtype | None = None
-    """The dtype of the plan's float32 tensors, and of the parts of its complex64 ones; None for
-    float32."""
+    """The dtype of the plan's float32 tensors; None for float32."""
     by_name: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Name -> dtype of boundaries whose dtype differs."""
     crossing: torch.dtype | None = None
@@ -97,9 +95,7 @@ class BoundaryDtypes:
 
     def at_stages(self, tensor: TensorSpec) -> torch.dtype:
         planned: torch.dtype = getattr(torch, tensor.dtype)
-        converted = planned
-        if self.weights is not None and planned in (torch.float32, torch.complex64):
-            converted = in_precision(torch.empty(0, dtype=planned), self.weights).dtype
+        converted = self.weights or planned if planned is torch.float32 else planned
         return self.by_name.get(tensor.name, converted)
 
     def between_ranks(self, tensor: TensorSpec) -> torch.dtype:
@@ -139,7 +135,8 @@ def dtypes_of_folder(
 def _has_other_floats(plan: Plan) -> bool:
     tensors = [*plan.inputs, *(boundary.tensor for boundary in plan.boundaries)]
     dtypes = {getattr(torch, tensor.dtype) for tensor in tensors}
-    return any(dtype.is_floating_point and dtype is not torch.float32 for dtype in dtypes)
+    numbers = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
+    return numbers - {torch.float32} != set()
 
 
 def dtypes_under(
@@ -180,11 +177,11 @@ def _in_dtype(stage: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 def _converted(
     tensors: Mapping[str, Tensor | None], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """The tensors in this dtype (`in_precision`); none without one."""
+    """The tensors in this dtype (`in_dtype`); none without one."""
     if dtype is None:
         return {}
     return {
-        name: in_precision(tensor.detach(), dtype)
+        name: in_dtype(tensor.detach(), dtype)
         for name, tensor in tensors.items()
         if tensor is not None
     }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncpipe.runtime.checkpoint.storage import write_tensors
+from asyncpipe.runtime.errors import DataError
 from asyncpipe.runtime.tensor_files import raw_bytes, read_tensors, write_shard
 from asyncpipe.tests.support.models.odd_tensors import put_off
 
@@ -37,3 +38,8 @@ def test_raw_bytes_are_those_of_the_numbers(name: str) -> None:
     numbers = np.array(TENSORS[name].resolve_conj().resolve_neg().tolist())
     kind = np.complex64 if TENSORS[name].is_complex() else np.float32
     assert bytes(raw_bytes(TENSORS[name])) == numbers.astype(kind).tobytes()
+
+
+def test_a_dtype_that_no_file_has_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="wide has the dtype complex128, which a safetensors"):
+        as_shard(tmp_path, {"wide": torch.ones(2, dtype=torch.complex128)})

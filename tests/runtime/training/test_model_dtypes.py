@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import asyncpipe
 from asyncpipe.runtime.data.task import floats_of
 from asyncpipe.runtime.plan.plan import read_plan
-from asyncpipe.runtime.tensor_files import in_precision
 from asyncpipe.tests.support.processes.gloo_ranks import run_processes
 
 STEPS, SAMPLES = 3, 4
@@ -132,7 +131,7 @@ def test_replicas_of_a_mixed_model_stay_equal(zero: int, tmp_path: Path) -> None
 def test_one_dtype_for_all_parameters_may_be_asked_for(name: str, tmp_path: Path) -> None:
     folder = folder_of(*build(name), tmp_path / "cut")
     found = run_processes(2, losses, str(folder), {"dtype": "float64", "ranks": 2})[0]
-    model = build(name)[0]._apply(partial(in_precision, dtype=torch.float64))
+    model = build(name)[0].double()
     assert found == plain(model, torch.float64)
 
 
