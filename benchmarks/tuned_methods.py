@@ -30,6 +30,7 @@ TUNED: tuple[tuple[Case, str, float, tuple[int, ...]], ...] = (
     (_LARGE_FARTHEST, f"{_H}:muon,momentum=0.8,{_B}", 0.03, (1, 2, 3)),
     (_LARGE_LONG, f"{_PD}:muon,momentum=0.9", 0.01, (1, 2)),
     (_LARGE_LONG, f"{_PD}:muon,momentum=0.9", 0.03, (1, 2)),
+    (_LARGE_LONG, "sync:muon,momentum=0.9", 0.003, (1,)),
     (_LARGE_1, f"{_H}:muon,momentum=0.8,{_B}", 0.01, (1,)),
     (_LARGE_1, f"{_H}:muon,momentum=0.8,{_B}", 0.003, (1,)),
     (_LARGE_1, f"{_H}:muon,momentum=0.8,{_B}", 0.03, (1, 2, 3)),
