@@ -8,7 +8,7 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,12 +119,12 @@ def _step_of(contender: Contender, rank: int, device: torch.device) -> Callable[
     return peers.plain(model, batch)
 
 
-def compare(work: Work, model: str, names: Sequence[str] = NAMES) -> None:
+def compare(work: Work, model: str) -> None:
     """A row for each contender. Where NCCL does not connect two ranks, torch's schedules have no
     transport on GPUs, because gloo does not send their tensors."""
     setting = work.setting
     refusal = work.refusal_of_nccl()
-    for name in names:
+    for name in NAMES:
         ranks = 1 if name == "plain model" else 2
         if name in TORCH and refusal and not setting.is_dry:
             work.skip(name, refusal)

@@ -28,7 +28,7 @@ from typing import Any
 from gpu_page import failures_of, page_of
 from gpu_parts import PARTS
 from gpu_setting import Setting, dry_setting, setting_of_gpus
-from gpu_work import Work, sentence_of, touch
+from gpu_work import NCCL_ANSWER, Work, sentence_of, touch
 from machine import describe
 
 MODULES = ["torch", "asyncpipe.commands.in_python", "asyncpipe.partitioner.compile"]
@@ -150,6 +150,7 @@ def run(
     check(setting)
     written = output / "gpu_report.json"
     report["parts"] = {}
+    (output / "work" / NCCL_ANSWER).unlink(missing_ok=True)
     if written.exists() and (old := json.loads(written.read_text()))["setting"] == given:
         report["parts"] = {} if len(names) == len(PARTS) else old["parts"]
     for name in names:

@@ -31,6 +31,7 @@ LEAST_ROW_S = 60.0
 PATIENCE_S = 50.0
 """A rank that waits for another says so before its row ends."""
 MEETING_S = 45.0
+NCCL_ANSWER = "nccl.json"
 _USUAL = {"schedule": "1f1b", "dtype": "float32", "ranks": None}
 """Options whose plan is that without them, so that parts share plans."""
 
@@ -133,10 +134,11 @@ class Work:
         return asyncpipe.train(folder, data=str(self.tokens()), **options)
 
     def refusal_of_nccl(self) -> str:
-        """Why NCCL does not connect two ranks here; "" if it does. Tried once for all parts."""
+        """Why NCCL does not connect two ranks here; "" if it does. Tried once for all parts of a
+        report."""
         if self.setting.is_dry:
             return "NCCL needs a GPU"
-        answer = self.folder / "nccl.json"
+        answer = self.folder / NCCL_ANSWER
         if not answer.exists():
             try:
                 with _limited(MEETING_S):
@@ -182,7 +184,7 @@ def _run_on_own_hosts(
 
 
 def _meet_over_nccl(setting: Setting) -> None:
-    """Sends a number each way."""
+    """Exchanges a number."""
     if setting.gpus == 1:
         seem_to_be_on_own_hosts()
     rank = int(os.environ["RANK"])

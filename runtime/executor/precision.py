@@ -126,13 +126,13 @@ def dtypes_of_folder(
 ) -> dict[str, torch.dtype]:
     """`dtypes_under` for a generated folder; empty if the plan's dtypes hold, float32 tensors
     having that of the `weights`. `code` is as for `load_stage_class`."""
-    if precision.dtype is None and (weights is None or not _has_other_floats(plan)):
+    if precision.dtype is None and (weights is None or not _has_other_dtypes(plan)):
         return {}
     classes = [load_stage_class(folder, spec, code) for spec in plan.stages]
     return dtypes_under(precision, plan, classes, weights)
 
 
-def _has_other_floats(plan: Plan) -> bool:
+def _has_other_dtypes(plan: Plan) -> bool:
     tensors = [*plan.inputs, *(boundary.tensor for boundary in plan.boundaries)]
     dtypes = {getattr(torch, tensor.dtype) for tensor in tensors}
     numbers = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
