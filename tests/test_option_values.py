@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,9 @@ def test_names_are_those_that_there_are() -> None:
     assert OPTIONS["code"].limit == Choice(codegen.CODES)
     assert OPTIONS["capture"].limit == Choice(capture.METHODS)
     assert OPTIONS["dtype"].limit == Choice(tuple(cache.DTYPES))
+
+
+@pytest.mark.parametrize("loss", ["mse_loss", "MSE", "file.py:"])
+def test_an_unknown_loss_is_refused_before_the_model_is_cut(loss: str) -> None:
+    with pytest.raises(PlanError, match=f"--loss {re.escape(loss)} is not cross_entropy, mse"):
+        check_options({"loss": loss})

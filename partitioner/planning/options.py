@@ -123,7 +123,11 @@ class PartitionOptions:
     )
     loss: str | Callable[..., Any] | None = _builds(
         None,
-        Text("cross_entropy, mse or FILE.py:FUNCTION", "cross_entropy"),
+        Text(
+            "cross_entropy, mse or FILE.py:FUNCTION",
+            "cross_entropy",
+            form(r"cross_entropy|mse|.+:.+"),
+        ),
         "Loss function, if the model returns no loss: cross_entropy, mse or path/file.py:function.",
     )
     seed: int = _loads(0, Whole(0, 2**53, 0), "Seed of the random weights. [default: 0]")
