@@ -87,9 +87,7 @@ def describe_precision(config: RunConfig, plan: Plan, dtypes: BoundaryDtypes) ->
     if config.dtype not in (None, "float32"):
         parts.append(f"{config.dtype} throughout")
     if config.precision != "full":
-        parts.append(
-            f"autocast to {config.precision}; weights and optimizer keep their dtypes"
-        )
+        parts.append(f"autocast to {config.precision}; weights and optimizer keep their dtypes")
     if config.is_scaled:
         parts.append(f"loss scale {config.loss_scale:g} at first")
     planned = _crossing_bytes(plan, lambda tensor: getattr(torch, tensor.dtype))
