@@ -143,7 +143,7 @@ def test_a_stage_that_trains_nothing_runs_its_forward_once(tmp_path: Path) -> No
     model[0].requires_grad_(False)
     asyncpipe.partition(
         model, {"input": torch.randn(4, 8)}, stages=3, cut_at=["1", "2"], output=tmp_path / "3p",
-        loss="mse_loss", profile="analytic", schedule="1f1b", recompute="all",
+        loss="mse", profile="analytic", schedule="1f1b", recompute="all",
     )  # fmt: skip
     plan = read_plan(tmp_path / "3p")
     assert [stage.recompute for stage in plan.stages] == [False, True, False]
