@@ -39,6 +39,10 @@ Lane = tuple[str, int, int]
 _NOT_THERE = -1
 """The tag of a missing header."""
 
+_MOST_HEADERS = 1024
+"""The messages of a channel whose headers may be under way: only a receiver that is further behind
+makes the host of its sender wait."""
+
 
 def lanes_of(channels: Iterable[Channel]) -> frozenset[Lane]:
     """The lanes that channels between ranks need."""
@@ -72,17 +76,16 @@ class _Arrivals:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A message whose header, and the work that sends it, must live until it has arrived: gloo
-    takes a header back when nothing refers to them."""
+    """A message whose header, and the work that sends it, must live until the header has arrived:
+    gloo takes a header back when nothing refers to them.
+
+    NCCL's work says nothing of that: it is over as soon as the content is in NCCL's buffers, before
+    the receiver knows of the message.
+    """
 
     index: int
     tensors: tuple[Tensor, ...]
     works: tuple[dist.Work, dist.Work | None]
-
-    @property
-    def is_over(self) -> bool:
-        content = self.works[1]  # gloo never says that a header is over
-        return content is not None and content.is_completed()
 
     def without_content(self) -> _Sent:
         """Makes the stream that computes wait until the content has arrived, so that it can use its
@@ -143,8 +146,8 @@ class NcclTransport:
         lane = _lane(channel)
         self._drain()
         under_way = self._sends[channel]
-        while under_way and under_way[0].is_over:
-            under_way.popleft()
+        if len(under_way) == _MOST_HEADERS:
+            self._finish_send(channel)
         # This holds up the stream. The host waits for nobody here: it may have to post what its
         # peer waits for.
         if self._is_nccl and len(under_way) >= self.depth:
