@@ -88,8 +88,8 @@ class _Sent:
     works: tuple[dist.Work, dist.Work | None]
 
     def without_content(self) -> _Sent:
-        """Makes the stream that computes wait until the content has arrived, so that it can use its
-        memory again."""
+        """Makes the stream that computes wait until NCCL has the content in its buffers, so that it
+        can use the memory again."""
         if content := self.works[1]:
             content.wait()
         return replace(self, tensors=self.tensors[:1])
