@@ -48,6 +48,8 @@ class OptimizerFacts:
     """Its momentum buffer, for sgd times the learning rate, is its next step without a gradient."""
     adam_moments: bool = False
     """Its state has Adam's two moments of every parameter, in the axes of the weights."""
+    real_only: bool = False
+    """Its class refuses complex parameters."""
     plain_sgd: bool = False
     """It is torch's SGD, whose step some staleness methods replace."""
     rotates: bool = False
@@ -199,6 +201,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             state=("step", "row_var", "col_var"),
             state_of_vectors=("step", "variance"),
             elementwise=False,
+            real_only=True,
             lr=0.01,
         ),
     }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..plan.plan import Plan
@@ -18,9 +18,15 @@ NOT_HIDDEN = "not hidden"
 """The groups of AdamW under an optimizer of hidden matrices."""
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """A view of a complex tensor as `[..., 2]`, its real and imaginary parts, each of which an
+    optimizer steps by itself; any other tensor as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def hidden_matrices(plan: Plan, index: int, stage: nn.Module) -> list[nn.Parameter]:
-    """The two-dimensional parameters of stage `index` that belong neither to an embedding, nor to
-    the output layer, nor to another stage too.
+    """The two-dimensional parameters of stage `index` that are real and belong neither to an
+    embedding, nor to the output layer, nor to another stage too.
 
     Muon and SOAP treat a gradient as a linear map, which suits hidden layers; embeddings, the
     output layer, norms and biases are AdamW's (Jordan, "Muon", 2024; Vyas et al., "SOAP", ICLR
@@ -42,7 +48,11 @@ def hidden_matrices(plan: Plan, index: int, stage: nn.Module) -> list[nn.Paramet
         for holder, name in shared.holders
         if holder == index
     }
-    matrices = [parameter for parameter in parameters.values() if parameter.ndim == 2]
+    matrices = [
+        parameter
+        for parameter in parameters.values()
+        if parameter.ndim == 2 and not parameter.is_complex()
+    ]
     if matrices and index == max(spec.index for spec in plan.stages if spec.parameters):
         outside.add(id(matrices[-1]))
     by_identity = {id(matrix): matrix for matrix in matrices}

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..optimizers.param_groups import as_real
 from .protocol import BackwardReads, StageContext, Staleness, State, VersionPair
 from .step_sizes import StepSizes, UpdateRule, at_step, rules, step_sizes
 from .weight_versions import Weights, WeightVersions
@@ -89,7 +90,7 @@ class GapAware(Staleness):
         gradients: Weights,
         rule: Mapping[str, UpdateRule],
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """The gradient and the penalty of each weight that has both."""
+        """The gradient and the penalty of each weight that has both, complex ones as real."""
         assert self._sizes is not None
         read = weights.read_by(pair.micro_batch)
         for name, leaf in gradients.items():
@@ -97,16 +98,17 @@ class GapAware(Staleness):
                 continue
             live = weights.live[name]
             gap = (
-                read[name].sub(live).abs_()
+                as_real(read[name].sub(live)).abs_()
                 if self.context.keeps_forward
                 else self._sizes.last_step(live, rule[name])
             )
             if gap is None:
                 continue
             # Without any step yet, both are zero.
-            size = self._sizes.of(live, rule[name], leaf.grad)
+            gradient = as_real(leaf.grad)
+            size = self._sizes.of(live, rule[name], gradient)
             size = size.clamp_(min=torch.finfo(size.dtype).tiny)
-            yield name, leaf.grad, gap.div_(size).add_(1)
+            yield name, gradient, gap.div_(size).add_(1)
 
     @contextmanager
     def stepping(self, weights: WeightVersions) -> Iterator[None]:
@@ -118,15 +120,16 @@ class GapAware(Staleness):
         @torch.no_grad()
         def act() -> None:
             for name, lost in self._lost.items():
-                live, own = weights.live[name], rule[name]
-                if live.grad is None:
+                weight, own = weights.live[name], rule[name]
+                if weight.grad is None:
                     continue
+                live = as_real(weight)
                 if own.decoupled:
                     # The step multiplies by 1 - rate, and all in all 1 - rate (1 + lost) is due.
                     rate = own.lr * own.decay
                     live.sub_(live * lost, alpha=rate / (1 - rate))
                 else:
-                    live.grad.add_(live * lost, alpha=own.decay)
+                    as_real(weight.grad).add_(live * lost, alpha=own.decay)
             self._lost.clear()
             sizes.begin(weights.live, rule)
 
@@ -212,10 +215,10 @@ class DelayCompensated(Staleness):
         for name, leaf in gradients.items():
             if leaf.grad is None:
                 continue
-            own = leaf.grad * count
-            moved = weights.live[name] - read[name]
+            own = as_real(leaf.grad) * count
+            moved = as_real(weights.live[name] - read[name])
             change = self._strength(name, own) * own * own * moved
-            leaf.grad.add_(change.div_(count))
+            as_real(leaf.grad).add_(change.div_(count))
 
     def _strength(self, name: str, gradient: Tensor) -> Tensor | float:
         return CONSTANT

@@ -33,7 +33,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from ..errors import ScheduleError
-from ..optimizers.param_groups import APART, Joint
+from ..optimizers.param_groups import APART, Joint, as_real
 from ..optimizers.soap import Soap, Sutskever, rotated
 from .weight_versions import Weights
 
@@ -42,7 +42,7 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Weights that an optimizer steps alike."""
+    """Weights that an optimizer steps alike, complex ones as real tensors."""
 
     leaves: list[Tensor]
     """Copies of the weights, which receive the prediction."""
@@ -107,17 +107,23 @@ def groups_of(
                     rates = tuple(base * factor for factor in others.get(name, of_group))
                     alike.setdefault(rates, []).append(weight)
             for rates, weights in alike.items():
-                copies = [leaves[names[id(weight)]] for weight in weights]
+                copies = [as_real(leaves[names[id(weight)]]) for weight in weights]
                 yield (
                     part,
                     Group(
                         copies,
-                        [part.state.get(weight, {}) for weight in weights],
+                        [_real_state(part.state.get(weight, {})) for weight in weights],
                         _gradients([names[id(w)] for w in weights], copies, gradients),
                         options,
                         rates,
                     ),
                 )
+
+
+def _real_state(state: State) -> State:
+    return {
+        key: as_real(value) if isinstance(value, Tensor) else value for key, value in state.items()
+    }
 
 
 def _gradients(
@@ -126,7 +132,7 @@ def _gradients(
     if gradients is None:
         return None
     return [
-        gradients[name] if name in gradients else torch.zeros_like(leaf)
+        as_real(gradients[name]) if name in gradients else torch.zeros_like(leaf)
         for name, leaf in zip(names, leaves, strict=True)
     ]
 

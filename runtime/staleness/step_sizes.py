@@ -12,6 +12,8 @@ counts the updates of r or q. Unlike FTPipe's, q has no bias here: with it C is 
 gradient of every late micro-batch takes the place of v, the current one included, and k of them
 count as one step: G^(1/k) for G.
 
+All sizes are real; those of a complex weight have its shape as real and imaginary parts.
+
 `rules` and `at_step` give corrections the rates and decay of a step at the time the optimizer
 begins it: only then the learning rate is certain, since a schedule and other methods change it.
 """
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adafactor, AdamW, Muon, NAdam, Optimizer
 
-from ..optimizers.param_groups import Joint
+from ..optimizers.param_groups import Joint, as_real
 from ..optimizers.soap import Soap, Sutskever
 from .protocol import OptimizerView, State
 
@@ -103,7 +105,7 @@ class StepSizes(Protocol):
     """A running mean of each weight's squared steps, velocities or gradients."""
 
     def of(self, weight: Tensor, rule: UpdateRule, gradient: Tensor) -> Tensor:
-        """C of a weight, in its shape, for a late micro-batch's share of a gradient."""
+        """C of a weight, in its real shape, for a late micro-batch's share of a gradient."""
         ...
 
     def last_step(self, weight: Tensor, rule: UpdateRule) -> Tensor | None:
@@ -197,12 +199,12 @@ class _OfVelocity(_Counted):
         if weight not in self._last:
             return None
         velocity: Tensor = self._optimizer.state[weight]["momentum_buffer"]
-        return velocity.abs().mul_(self._last[weight] if self._rates else 1.0)
+        return as_real(velocity).abs().mul_(self._last[weight] if self._rates else 1.0)
 
     def of(self, weight: Tensor, rule: UpdateRule, gradient: Tensor) -> Tensor:
         squares = self.squares.get(weight)
         if squares is None:
-            return torch.zeros_like(weight)
+            return torch.zeros_like(as_real(weight))
         mean = squares / (1 - G ** self._counts[weight])
         rate = 1.0 if self._rates is None else self._rates.largest(weight, rule)
         return mean.sqrt_().add_(EPSILON).mul_(rate)
@@ -217,6 +219,7 @@ class _OfVelocity(_Counted):
         for weight in live.values():
             velocity = self._optimizer.state[weight].get("momentum_buffer")
             if velocity is not None:
+                velocity = as_real(velocity)
                 self._counts[weight] = self._counts.get(weight, 0) + 1
                 squares = self.squares.setdefault(weight, torch.zeros_like(velocity))
                 squares.mul_(G).addcmul_(velocity, velocity, value=1 - G)
@@ -261,13 +264,13 @@ class _OfAdam(_Counted):
         if rule.decoupled and rule.decay:
             # w_new = (1 - lost) w_old - step
             lost = self._last[weight] * rule.decay
-            step = step.add_(weight, alpha=lost).div_(1 - lost)
+            step = step.add_(as_real(weight), alpha=lost).div_(1 - lost)
         return step.abs_()
 
     def of(self, weight: Tensor, rule: UpdateRule, gradient: Tensor) -> Tensor:
         squares = self.squares.get(weight)
         if squares is None:
-            return torch.zeros_like(weight)
+            return torch.zeros_like(as_real(weight))
         beta = float(rule.options["betas"][1])
         mean = squares / (1 - beta ** self._counts[weight])
         return mean.sqrt_().add_(EPSILON)
@@ -292,8 +295,8 @@ class _OfAdam(_Counted):
         """The optimizer's last step of a weight at this learning rate, without its decay."""
         state, options = self._optimizer.state[weight], rule.options
         (beta1, beta2), done = options["betas"], float(state["step"])
-        spread = (state["exp_avg_sq"] / (1 - beta2**done)).sqrt_().add_(options["eps"])
-        step: Tensor = (state["exp_avg"] / spread).mul_(lr / (1 - beta1**done))
+        spread = (as_real(state["exp_avg_sq"]) / (1 - beta2**done)).sqrt_().add_(options["eps"])
+        step: Tensor = (as_real(state["exp_avg"]) / spread).mul_(lr / (1 - beta1**done))
         return step
 
 

@@ -248,7 +248,8 @@ def _opened(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
         return _open_remote(config, task, plan)
     if task.kind == "text":
         return _open_text(config, task, plan, folder)
-    shape = next(spec for spec in plan.inputs if spec.name == task.sample).sample_sizes(plan.sizes)
+    read = next(spec for spec in plan.inputs if spec.name == task.sample)
+    shape = read.sample_sizes(plan.sizes)
     if source == "digits" and task.kind == "image":
         images = [Digits(task, shape, evaluation=part, floats=floats) for part in (False, True)]
         return Data(
@@ -263,7 +264,8 @@ def _opened(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
         ]
         return Data(points[0], points[1], source, f"clusters ({len(points[0]):,} synthetic points)")
     raise DataError(
-        f"--data {source} does not fit {plan.name}, which reads {task.sample} of {task.kind}.",
+        f"--data {source} does not fit {plan.name}, which reads {read.name}: {read.dtype}"
+        f"[{', '.join(map(str, read.shape))}].",
         "Omit --data, or give my_file.py:function.",
     )
 

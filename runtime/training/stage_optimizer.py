@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..config.settings import RunConfig
 from ..control.learning_rate import learning_rate_of
 from ..control.user_optimizer import load_user_state, make_user_optimizer, user_state_of
+from ..errors import PlanError
 from ..optimizers.facts import OPTIMIZERS, OptimizerFacts
 from ..optimizers.param_groups import APART, NOT_HIDDEN, Joint, hidden_matrices
 from ..plan.plan import Plan
@@ -263,10 +264,17 @@ def make_optimizer(
     """The optimizer of the run, with weight decay for matrices and without for vectors.
 
     An optimizer of hidden matrices steps those in `hidden`, and AdamW everything else. Each of the
-    `shared`, by name, has its own group, whose option `APART` is that name.
+    `shared`, by name, has its own group, whose option `APART` is that name. Raises PlanError for
+    complex parameters if the optimizer steps none.
     """
     given, apart = list(parameters), shared or {}
     facts = OPTIMIZERS[config.optimizer]
+    if facts.real_only and any(parameter.is_complex() for parameter in given):
+        raise PlanError(
+            f"--optimizer {config.optimizer} does not step complex parameters, and the model has "
+            "some.",
+            "Use --optimizer adamw.",
+        )
     if not facts.hidden_matrices_only:
         return _plain(given, config, facts, apart)
     own = {id(matrix) for matrix in hidden}

@@ -537,7 +537,8 @@ def test_no_built_in_data_fits_every_model(mlp: Plan) -> None:
     plan = replace(mlp, inputs=(TensorSpec("x", "float32", ("batch", 3, 4)),))
     with pytest.raises(DataError, match="no built-in data fits the inputs of tiny_mlp"):
         default_data(find_task(plan, criterion="mse"), plan)
-    with pytest.raises(DataError, match="digits does not fit tiny_mlp"):
+    words = r"digits does not fit tiny_mlp, which reads x: float32\[batch, "
+    with pytest.raises(DataError, match=words):
         open_for(mlp, "digits", Path())
 
 

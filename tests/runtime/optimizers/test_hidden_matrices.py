@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import asyncpipe
@@ -64,6 +65,13 @@ def test_a_parameter_of_several_stages_is_hidden_at_none(tmp_path: Path) -> None
     stage = pipe.stages[1]
     stage.add_module("more", nn.Linear(3, 3))
     assert hidden_matrices(plan, 1, stage) == []
+
+
+def test_a_complex_matrix_is_none(tmp_path: Path) -> None:
+    plan = write_mlp(tmp_path / "mlp", stages=2)
+    real, complex_ = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.complex64)
+    found = hidden_matrices(plan, 0, nn.Sequential(complex_, real))
+    assert [matrix is real.weight for matrix in found] == [True]
 
 
 def test_a_stage_of_vectors_has_none(tmp_path: Path) -> None:

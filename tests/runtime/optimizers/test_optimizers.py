@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, NAdam, Optimizer
 
 from asyncpipe.runtime.config.settings import RunConfig, Settings
+from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.optimizers.facts import OPTIMIZERS
 from asyncpipe.runtime.optimizers.param_groups import Joint
 from asyncpipe.runtime.optimizers.soap import Soap, refresh_periods
@@ -66,6 +68,22 @@ def named(name: str) -> Callable[[list[nn.Parameter]], Optimizer]:
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adafactor"])
+def test_a_complex_parameter_is_stepped_as_its_parts_are(name: str) -> None:
+    parts = gradients(3, 2)
+    start = torch.ones(3, 2, dtype=torch.float64)
+    make = partial(make_optimizer, config=settings(name, weight_decay=0.0))
+    as_complex = [torch.view_as_complex(gradient) for gradient in parts]
+    found = stepped(make, as_complex, torch.view_as_complex(start))
+    close(torch.view_as_real(found), stepped(make, parts, start))
+
+
+def test_adafactor_refuses_complex_parameters() -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(PlanError, match="--optimizer adafactor does not step complex parameters"):
+        make_optimizer([parameter], settings("adafactor"))
 
 
 def test_sutskevers_velocity_is_the_step() -> None:
