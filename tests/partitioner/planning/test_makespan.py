@@ -63,7 +63,7 @@ def test_even_stages_may_cost_a_quarter_of_what_tidy_cuts_may() -> None:
 
 
 @settings(max_examples=25)
-@given(graphs(), st.integers(1, 4), LINKS, SYNCHRONOUS, st.integers(1, 8))
+@given(graphs(most=6), st.integers(1, 4), LINKS, SYNCHRONOUS, st.integers(1, 8))
 def test_no_plan_steps_faster_than_the_bound_and_no_cut_of_the_order_than_the_plan(
     graph, stages, link, schedule, micro_batches
 ):

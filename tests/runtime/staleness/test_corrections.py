@@ -84,20 +84,9 @@ def test_a_method_equals_its_recurrence(method: str, optimizer: str) -> None:
         )
 
 
-@pytest.mark.parametrize("step_every", [1, 2])
 @pytest.mark.parametrize(("method", "optimizer"), CASES)
-def test_a_method_of_eight_stages_equals_its_recurrence(
-    method: str, optimizer: str, step_every: int
-) -> None:
-    check(
-        chain(8),
-        method,
-        METHODS[method],
-        optimizer,
-        step_every=step_every,
-        steps=10,
-        tolerance=ROUNDED,
-    )
+def test_a_method_of_eight_stages_equals_its_recurrence(method: str, optimizer: str) -> None:
+    check(chain(8), method, METHODS[method], optimizer, steps=10, tolerance=ROUNDED)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -17,9 +17,9 @@ from asyncpipe.partitioner.graph.rank_model import Device, RankConfig
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> nx.DiGraph:
-    """DAGs of up to 8 nodes with skips, values with several readers and separate gradients."""
-    num_nodes = draw(st.integers(3, 8))
+def graphs(draw: st.DrawFn, most: int = 8) -> nx.DiGraph:
+    """DAGs of 3 to `most` nodes with skips, values with several readers and separate gradients."""
+    num_nodes = draw(st.integers(3, most))
     graph = nx.DiGraph(name="random")
     times = st.integers(0, 9)
     for node in range(num_nodes):
