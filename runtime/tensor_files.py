@@ -119,6 +119,11 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """A view of a complex tensor as `[..., 2]`, its real and imaginary parts; another as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def dense(tensor: Tensor) -> Tensor:
     """The tensor's numbers row by row in memory, outside autograd: for a strided view, and where
     torch has put off a conjugation or a change of sign, a copy."""

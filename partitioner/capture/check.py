@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ...runtime.errors import CaptureError, PlanError
+from ...runtime.tensor_files import as_real, dense
 from .arguments import plain_structure, tensors_in
 from .graph import Capture, is_refusal, refused_sizes, run, sizes_of
 from .model_state import (
@@ -258,8 +259,9 @@ def _gradients(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:
     total = torch.zeros(())
     for output in outputs:
         if output.requires_grad:
-            weights = torch.arange(output.numel(), device=output.device).cos()
-            total = total + (output.flatten().float() * weights).sum().to(total.device)
+            numbers = as_real(output.resolve_conj()).flatten().float()
+            weights = torch.arange(len(numbers), device=output.device).cos()
+            total = total + (numbers * weights).sum().to(total.device)
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         for parameter, _ in before:
@@ -279,6 +281,7 @@ def _gradients(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:
 def _equal(expected: Tensor, actual: Tensor | None) -> bool:
     if actual is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
+    expected, actual = as_real(dense(expected)), as_real(dense(actual))
     if not expected.is_floating_point():
         return torch.equal(expected, actual)
     tolerance = 1e-5 if torch.finfo(expected.dtype).bits >= 32 else 1e-2
@@ -294,6 +297,7 @@ def _difference(expected: Tensor | None, actual: Tensor | None) -> str:
             f"{expected.dtype} {tuple(expected.shape)} of the model, "
             f"{actual.dtype} {tuple(actual.shape)} of the graph"
         )
+    expected, actual = as_real(dense(expected)), as_real(dense(actual))
     return f"by up to {float((expected.double() - actual.double()).abs().max()):.3g}"
 
 
@@ -327,8 +331,9 @@ def total_of(outputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def _weighted(value: Tensor) -> Tensor:
-    weights = torch.linspace(0.5, 1.5, value.numel(), device=value.device)
-    return (value.double() * weights.view_as(value)).mean()
+    numbers = as_real(value.resolve_conj()).double()
+    weights = torch.linspace(0.5, 1.5, numbers.numel(), device=value.device)
+    return (numbers * weights.view_as(numbers)).mean()
 
 
 def detached(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

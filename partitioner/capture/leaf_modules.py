@@ -273,7 +273,7 @@ def _from_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _dtype(module: nn.Module) -> Any:
-    tensors = [value for value in module.parameters() if value.is_floating_point()]
+    tensors = [p for p in module.parameters() if p.is_floating_point() or p.is_complex()]
     same = {value.dtype for value in tensors}
     return same.pop() if len(same) == 1 else None
 

@@ -357,10 +357,12 @@ def moved(
     """A copy of `value` with noise that depends on `place`; `spread` is that of the value.
 
     If all numbers have one sign they keep it, and zeros among them stay zero; a tensor of zeros
-    gets positive numbers, or numbers of any sign. Infinite numbers, and large ones as in masks,
-    are unchanged.
+    gets positive numbers, or numbers of any sign. Infinite and large numbers, as in masks, stay.
     """
     noisy = value.detach().clone()
+    if noisy.is_complex():
+        parts = moved(torch.view_as_real(noisy.resolve_conj()), place, any_sign=any_sign)
+        return torch.view_as_complex(parts)
     if not value.is_floating_point() or not value.numel():
         return noisy
     spread, flat = spread or spread_of(value), noisy.reshape(-1)
@@ -415,10 +417,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_constant(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or not tensor.numel():
-        return False
-    low, high = torch.aminmax(tensor.detach())
-    return bool(low == high)
+    if tensor.is_floating_point() and tensor.numel():
+        return bool(torch.eq(*torch.aminmax(tensor.detach())))
+    return False
 
 
 def verify_finite(tensors: Iterable[Tensor]) -> None:

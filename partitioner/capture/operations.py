@@ -364,7 +364,7 @@ def run_opaque(
             return leaf
         shape = [_symbolic(world, *size) for size in next(resolved)]
         empty = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
-        return empty.requires_grad_(needs_grad and leaf.is_floating_point())
+        return empty.requires_grad_(needs_grad and (leaf.is_floating_point() or leaf.is_complex()))
 
     for tensor, changed in zip(
         (*tensors_in((args, kwargs)), *module.parameters(), *module.buffers()),
@@ -398,7 +398,7 @@ def _real(leaf: Any, world: FakeWorld, sizes: Sizes) -> Any:
             int(size.evaluate(sizes)) if isinstance(size, Size) else size
             for size in world.shape(leaf)
         ]
-        if leaf.is_floating_point():
+        if leaf.is_floating_point() or leaf.is_complex():
             return torch.randn(shape, device=leaf.device).to(leaf.dtype)
         return torch.ones(shape, dtype=leaf.dtype, device=leaf.device)
     if isinstance(leaf, torch.SymInt):

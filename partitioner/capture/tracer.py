@@ -244,7 +244,7 @@ class Tracer(TorchFunctionMode):
         with self.quiet():
             if name == "__bool__" or (name == "item" and tensor.dtype is torch.bool):
                 return self._readings.truth(tensor)
-            if name != "item":
+            if name != "item" or tensor.is_complex():
                 return None
             value, node = self._readings.number(tensor)
             self._names.assign(node, value, user_frames(self._top))

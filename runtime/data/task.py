@@ -184,30 +184,38 @@ def find_task(plan: Plan, *, criterion: str | None, architecture: str = "") -> T
 
 @dataclass(frozen=True)
 class Floats:
-    """The dtypes of a run's inputs of floating point.
+    """The dtypes of a run's inputs of floating point, and of complex ones.
 
     by_name: those of the model's inputs.
-    others: that of the rest, such as a target: by default that of the first output.
+    others: that of the rest, such as a target: by default that of the first output. Complex tensors
+        have its complex dtype, and others its real one.
     """
 
     by_name: Mapping[str, torch.dtype]
     others: torch.dtype
 
     def cast(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor of the input with this name, in its dtype if it is of floating point."""
-        if not tensor.is_floating_point():
+        """The tensor of the input with this name in its dtype; one of whole numbers as it is."""
+        if not _is_inexact(tensor.dtype):
             return tensor
-        return tensor.to(self.by_name.get(name, self.others))
+        dtype = self.by_name.get(name, self.others)
+        if tensor.is_complex():
+            return tensor.to(dtype.to_complex())
+        return tensor.to(dtype if name in self.by_name else dtype.to_real())
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def floats_of(plan: Plan, dtype: str | None) -> Floats:
     """The dtypes of the model's inputs; `dtype` for all if it is given."""
-    if dtype is not None:
-        return Floats({}, dtype_of(dtype))
     own, values = (
-        {spec.name: found for spec in specs if (found := dtype_of(spec.dtype)).is_floating_point}
+        {spec.name: found for spec in specs if _is_inexact(found := dtype_of(spec.dtype))}
         for specs in (plan.inputs, plan.values)
     )
+    if dtype is not None:  # of all real numbers
+        return Floats({name: its for name, its in own.items() if its.is_complex}, dtype_of(dtype))
     made = [values[name] for name in names_in(plan.outputs) if name in values]
     return Floats(own, made[0] if made else torch.float32)
 

@@ -8,7 +8,7 @@ with the last one to `.grad`, as autograd does. So B and W together equal an ord
 the last bit, if the micro-batches' W run in the order of their B. Only a weight that is read by
 other functions as well gets its gradient in two additions.
 
-All other weights get their gradient in B: norms, parameters with hooks, calls under
+All other weights get their gradient in B: complex ones, norms, parameters with hooks, calls under
 torch.utils.checkpoint, torch.func or torch.compile. B and W are those of Qi et al., "Zero Bubble
 Pipeline Parallelism" (ICLR 2024).
 
@@ -314,8 +314,11 @@ class SplitBackward(TorchFunctionMode):
                 _add_gradients(call, gradient, totals, left)
 
     def _is_split(self, call: WeightUse) -> bool:
-        """True if a weight or bias needs a gradient, which must be weights, of a plain input."""
+        """True if a weight or bias needs a gradient, which must be real weights, of a plain
+        input."""
         weight, bias = call.weight, call.bias
+        if weight.is_complex():
+            return False
         if weight.requires_grad and not self._is_weight(weight):
             return False
         if bias is not None and bias.requires_grad:

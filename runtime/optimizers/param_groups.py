@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..plan.plan import Plan
@@ -16,12 +16,6 @@ APART = "apart"
 the name of the shared parameter in it, or `NOT_HIDDEN`."""
 NOT_HIDDEN = "not hidden"
 """The groups of AdamW under an optimizer of hidden matrices."""
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """A view of a complex tensor as `[..., 2]`, its real and imaginary parts, each of which an
-    optimizer steps by itself; any other tensor as it is."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def hidden_matrices(plan: Plan, index: int, stage: nn.Module) -> list[nn.Parameter]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..optimizers.param_groups import as_real
+from ..tensor_files import as_real
 from .protocol import BackwardReads, StageContext, Staleness, State, VersionPair
 from .step_sizes import StepSizes, UpdateRule, at_step, rules, step_sizes
 from .weight_versions import Weights, WeightVersions

@@ -33,8 +33,9 @@ from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from ..errors import ScheduleError
-from ..optimizers.param_groups import APART, Joint, as_real
+from ..optimizers.param_groups import APART, Joint
 from ..optimizers.soap import Soap, Sutskever, rotated
+from ..tensor_files import as_real
 from .weight_versions import Weights
 
 State = Mapping[str, Any]
@@ -377,8 +378,6 @@ def _sum(*terms: tuple[float, Combination]) -> Combination:
     )
     return weight, velocity, gradient
 
-
-__all__ = ["Group", "extrapolate", "step_ahead"]
 
 _STEPS: dict[type[Optimizer], Formula] = {
     SGD: sgd,

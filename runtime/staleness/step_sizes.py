@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adafactor, AdamW, Muon, NAdam, Optimizer
 
-from ..optimizers.param_groups import Joint, as_real
+from ..optimizers.param_groups import Joint
 from ..optimizers.soap import Soap, Sutskever
+from ..tensor_files import as_real
 from .protocol import OptimizerView, State
 
 Options = Mapping[str, Any]

@@ -327,6 +327,9 @@ def test_noise_keeps_what_must_stay() -> None:
     whole = torch.arange(3)
     assert torch.equal(moved(whole, 3), whole)
     assert torch.equal(moved(positive, 1), moved(positive, 1))
+    turned = torch.tensor([1 - 2j, 3j]).conj()
+    parts = torch.view_as_real(moved(turned, 4)), torch.view_as_real(turned.resolve_conj())
+    assert bool(((parts[0] != parts[1]) | (parts[1] == 0)).all())
     half = torch.zeros(5, dtype=torch.bfloat16)
     assert moved(half, 4).dtype == torch.bfloat16 and bool((moved(half, 4) != 0).all())
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.runtime.data.task import floats_of
+from asyncpipe.runtime.data.task import Floats, floats_of
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.tests.support.processes.gloo_ranks import run_processes
 
@@ -46,18 +46,19 @@ class Mixed(Small):
 
 
 class Fourier(Small):
-    """A complex parameter and a complex buffer, before and after the cut."""
+    """Complex parameters, layers and buffers, before and after the cut."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32)
         angles = torch.outer(torch.arange(4.0), torch.arange(4.0))
         self.filters = nn.ParameterList(torch.polar(torch.ones(4), angle) for angle in angles)
         self.register_buffer("turned", torch.polar(torch.ones(4, 4), angles).conj())
+        self.mixed = nn.ModuleList(nn.Linear(4, 4, dtype=torch.complex64) for _ in range(4))
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         for number, layer in enumerate(self.layers):
             modes = torch.fft.rfft(layer(x)) * self.filters[number] * self.turned[number]
-            x = torch.fft.irfft(modes, n=6)
+            x = torch.fft.irfft(self.mixed[number](modes), n=6)
         return {"loss": F.cross_entropy(x, labels)}
 
 
@@ -127,12 +128,18 @@ def test_replicas_of_a_mixed_model_stay_equal(zero: int, tmp_path: Path) -> None
     assert found[0] == found[1] == pytest.approx(plain(*build("mixed")), rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "complex"])
+@pytest.mark.parametrize("name", ["bfloat16", "float64"])
 def test_one_dtype_for_all_parameters_may_be_asked_for(name: str, tmp_path: Path) -> None:
     folder = folder_of(*build(name), tmp_path / "cut")
     found = run_processes(2, losses, str(folder), {"dtype": "float64", "ranks": 2})[0]
-    model = build(name)[0].double()
-    assert found == plain(model, torch.float64)
+    assert found == plain(build(name)[0].double(), torch.float64)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_split_backward_has_the_losses_of_the_plain_model(name: str, tmp_path: Path) -> None:
+    folder = folder_of(*build(name), tmp_path / "cut")
+    found = run_processes(2, losses, str(folder), {"schedule": "zb-h1", "ranks": 2})[0]
+    assert found == plain(*build(name))
 
 
 def test_targets_have_the_dtype_of_what_they_are_compared_with(tmp_path: Path) -> None:
@@ -142,3 +149,13 @@ def test_targets_have_the_dtype_of_what_they_are_compared_with(tmp_path: Path) -
     assert floats_of(plan, None).cast("target", one).dtype is torch.float32  # that of the loss
     assert floats_of(plan, "float64").cast("target", one).dtype is torch.float64
     assert floats_of(plan, "float64").cast("labels", one.long()).dtype is torch.int64
+
+
+def test_complex_data_keep_their_imaginary_parts() -> None:
+    number = torch.tensor([1 + 2j], dtype=torch.complex128)
+    floats = Floats({"real": torch.float32, "complex": torch.complex64}, torch.float32)
+    for name in ("real", "complex", "target"):
+        assert floats.cast(name, number).dtype is torch.complex64
+    assert floats.cast("complex", number.real).dtype is torch.complex64
+    of_complex = Floats({}, torch.complex64)
+    assert of_complex.cast("target", number.real).dtype is torch.float32
