@@ -127,13 +127,16 @@ def not_repeatable(
     return None
 
 
+_DOUBLE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
 @contextmanager
 def in_double(model: nn.Module) -> Iterator[None]:
-    """Makes all float32 tensors of the model float64 for the block. Raises TypeError for a model
-    that needs too much memory for it, or whose tensors share memory."""
+    """Gives all tensors of the model in single precision double precision for the block. Raises
+    TypeError for a model that needs too much memory for it, or whose tensors share memory."""
     tensors = {id(each): each for each in (*model.parameters(), *plain_tensors(model))}
     tensors |= {id(each): each for each in model.buffers()}
-    own = [(each, each.data) for each in tensors.values() if each.dtype == torch.float32]
+    own = [(each, each.data) for each in tensors.values() if each.dtype in _DOUBLE]
     if len({each.untyped_storage()._cdata for each, _ in own}) < len(own):
         raise TypeError("tensors of the model share memory")
     if sum(2 * each.untyped_storage().nbytes() for each, _ in own) > MOST_BYTES:
@@ -141,7 +144,7 @@ def in_double(model: nn.Module) -> Iterator[None]:
     with patch.object(torch.autocast, "__enter__", _entered):
         try:
             for tensor, data in own:
-                tensor.data = data.double()
+                tensor.data = data.to(_DOUBLE[data.dtype])
             yield
         finally:
             for tensor, data in own:
@@ -159,21 +162,19 @@ def _entered(region: Any) -> Any:
 
 
 def follow(stage: nn.Module, model: nn.Module) -> None:
-    """Makes the buffers float64 that are float64 in the model. A tensor that forward itself makes
+    """Gives buffers double precision that have it in the model. A tensor that forward itself makes
     stays as forward makes it."""
     for name, buffer in list(stage.named_buffers()):
         path, _, leaf = name.rpartition(".")
         with suppress(AttributeError):
-            if getattr(model.get_submodule(path), leaf).dtype == torch.float64:
-                setattr(stage.get_submodule(path), leaf, buffer.double())
+            dtype = getattr(model.get_submodule(path), leaf).dtype
+            if dtype in _DOUBLE.values():
+                setattr(stage.get_submodule(path), leaf, buffer.to(dtype))
 
 
 def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with those of float32 in float64."""
-    return {
-        name: each.double() if each.dtype == torch.float32 else each
-        for name, each in tensors.items()
-    }
+    """The tensors with those of single precision in double precision."""
+    return {name: each.to(_DOUBLE.get(each.dtype, each.dtype)) for name, each in tensors.items()}
 
 
 _OWN = frozenset({"training", "_parameters", "_buffers", "_modules"})

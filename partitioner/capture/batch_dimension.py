@@ -249,10 +249,9 @@ def _is_independent(
                 any(_close(all_, join) for join in _joined(all_, first_part, second_part, longer))
             )
         elif first_part.shape == all_.shape:
-            mean = (first_part.double() * first + second_part.double() * (size - first)) / size
-            others.append(
-                _close(all_, mean) or _close(all_, first_part.double() + second_part.double())
-            )
+            one, other = _exact(first_part), _exact(second_part)
+            mean = (one * first + other * (size - first)) / size
+            others.append(_close(all_, mean) or _close(all_, one + other))
         else:
             return False
     # With ignored labels a loss is not a mean over samples: results by sample are decisive.
@@ -285,9 +284,13 @@ def _close(expected: Tensor, actual: Tensor) -> bool:
         return False
     if expected.dtype == torch.bool:
         return torch.equal(expected, actual.to(torch.bool))
-    expected, actual = expected.to_dense().double(), actual.to_dense().double()
+    expected, actual = _exact(expected), _exact(actual)
     scale = float(expected.abs().max()) if expected.numel() else 0.0
     return torch.allclose(expected, actual, rtol=_TOLERANCE, atol=_TOLERANCE * scale)
+
+
+def _exact(value: Tensor) -> Tensor:
+    return value.to_dense().to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 def corrected(

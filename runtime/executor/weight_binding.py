@@ -31,6 +31,7 @@ from ..staleness.protocol import (
     VersionPair,
 )
 from ..staleness.weight_versions import IsFinal, LedgerEntry, View, Weights, WeightVersions
+from ..tensor_files import as_real
 
 
 class WeightBinder:
@@ -278,12 +279,12 @@ def gap_to(live: Weights, read: list[Tensor]) -> Gap:
     differences, squares = [], []
     for weight, earlier in zip(live.values(), read, strict=True):
         part = _part(weight)
-        share = weight.numel() / part.numel()
+        share = as_real(weight).numel() / part.numel()
         differences.append(share * (part - earlier).double().square().sum())
         squares.append(share * part.double().square().sum())
     return Gap(sum(differences[1:], differences[0]), sum(squares[1:], squares[0]))
 
 
 def _part(weight: Tensor) -> Tensor:
-    flat = weight.detach().reshape(-1)
+    flat = as_real(weight.detach()).reshape(-1)
     return flat[:: max(1, -(-flat.numel() // SAMPLED))]

@@ -74,6 +74,37 @@ def test_verified_operations_of_usual_size_wait_for_no_other_thread(
     assert seen[-1] == threads
 
 
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(4, 4, dtype=torch.complex64) for _ in range(2))
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(z)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "is_rounding"),
+    [("({0} + 1e4) - 1e4", True), ("torch.complex({0}.real, {0}.imag.detach())", False)],
+)
+def test_both_parts_of_complex_numbers_are_compared(
+    edit: str, is_rounding: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, z = Turned(), {"z": torch.randn(3, 4, dtype=torch.complex64)}
+    asyncpipe.partition(model, z, stages=2, output=tmp_path / "2p", profile="analytic")
+    plan, stage = read_plan(tmp_path / "2p"), tmp_path / "2p" / "stage_1.py"
+    assert verify(model, plan, tmp_path / "2p", z).rounding == 0
+    written = stage.read_text().replace("torch.tanh(first)", edit.format("torch.tanh(first)"))
+    stage.write_text(written)
+    if is_rounding:
+        verified = verify(model, plan, tmp_path / "2p", z)
+        assert verified.rounding > 0 and verified.largest_difference < 1e-8
+        return
+    with pytest.raises(PlanError, match="gradient of first.weight"):
+        verify(model, plan, tmp_path / "2p", z)
+
+
 def test_a_difference_by_rounding_alone_is_decided_in_float64(tmp_path: Path) -> None:
     case = CASES["mlp"]
     folder = cut(case, 2, tmp_path / "2p")
