@@ -418,7 +418,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _is_constant(tensor: Tensor) -> bool:
     if tensor.is_floating_point() and tensor.numel():
-        return bool(torch.eq(*torch.aminmax(tensor.detach())))
+        return bool(torch.eq(*torch.aminmax(_exact(tensor.detach()))))
     return False
 
 
@@ -426,7 +426,7 @@ def verify_finite(tensors: Iterable[Tensor]) -> None:
     """Raises UnfitNoise if a tensor has a number that is not finite."""
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
-            extremes = torch.aminmax(tensor.detach())  # writes no tensor, unlike isfinite
+            extremes = torch.aminmax(_exact(tensor.detach()))  # isfinite writes a tensor
             if not all(map(math.isfinite, map(float, extremes))):
                 raise UnfitNoise
 

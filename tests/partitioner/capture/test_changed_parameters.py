@@ -297,10 +297,10 @@ def test_a_model_that_does_not_run_with_other_numbers_is_compared_with_its_own(
     assert torch.equal(model.get_buffer("places"), torch.full((16,), 15.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e5m2])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 def test_one_number_that_is_not_finite_is_seen(number: float, dtype: torch.dtype) -> None:
-    usual = torch.linspace(-1, 1, 1000, dtype=dtype)
+    usual = torch.linspace(-1, 1, 1000).to(dtype)
     whole = [
         usual,
         torch.zeros(0, 3),

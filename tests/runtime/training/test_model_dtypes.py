@@ -62,12 +62,27 @@ class Fourier(Small):
         return {"loss": F.cross_entropy(x, labels)}
 
 
+class Quantized(Small):
+    """Frozen weights of eight bits: a buffer and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.register_buffer("table", torch.randn(6, 6).to(torch.float8_e5m2))
+        self.codes = nn.Parameter(torch.randint(-9, 9, (6, 6)).to(torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x) @ self.table.float() + x @ self.codes.float())
+        return {"loss": F.cross_entropy(x, labels)}
+
+
 BUILDS: dict[str, tuple[Callable[[], nn.Module], torch.dtype]] = {
     # name: the model, and the dtype of its input
     "bfloat16": (partial(Small, torch.bfloat16), torch.bfloat16),
     "float64": (partial(Small, torch.float64), torch.float64),
     "mixed": (Mixed, torch.bfloat16),
     "complex": (Fourier, torch.float32),
+    "8 bits": (Quantized, torch.float32),
 }
 
 
