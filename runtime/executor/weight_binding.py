@@ -279,12 +279,12 @@ def gap_to(live: Weights, read: list[Tensor]) -> Gap:
     differences, squares = [], []
     for weight, earlier in zip(live.values(), read, strict=True):
         part = _part(weight)
-        share = as_real(weight).numel() / part.numel()
+        share = as_real(weight).numel() / max(1, part.numel())
         differences.append(share * (part - earlier).double().square().sum())
         squares.append(share * part.double().square().sum())
     return Gap(sum(differences[1:], differences[0]), sum(squares[1:], squares[0]))
 
 
 def _part(weight: Tensor) -> Tensor:
-    flat = as_real(weight.detach()).reshape(-1)
-    return flat[:: max(1, -(-flat.numel() // SAMPLED))]
+    numbers = as_real(weight).numel()
+    return as_real(weight.detach().reshape(-1)[:: max(1, -(-numbers // SAMPLED))])

@@ -161,13 +161,12 @@ class GapAwareActivations(GapAware):
         if self._sizes is None or self.optimizer is None:
             return
         rule = rules(self.optimizer, weights.live)
-        means = [
-            (penalty.mean(), penalty.numel())
+        sums = [
+            (penalty.sum(), penalty.numel())
             for *_, penalty in self._penalties(weights, pair, gradients, rule)
         ]
-        if means:
-            numbers = sum(number for _, number in means)
-            total = torch.stack([mean * number for mean, number in means]).sum()
+        if numbers := sum(number for _, number in sums):
+            total = torch.stack([one for one, _ in sums]).sum()
             self._factors[pair.micro_batch] = numbers / total
 
     def factor_on_sent(self, pair: VersionPair) -> Tensor | None:

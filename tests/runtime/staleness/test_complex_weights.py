@@ -1,4 +1,7 @@
-"""A complex weight trains as its real and imaginary parts do, with every staleness method."""
+"""A complex weight trains as its real and imaginary parts do, with every staleness method.
+
+Beside it is a weight without numbers.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,12 @@ class Filter(nn.Module):
         modes = WIDTH // 2 + 1
         parts = torch.randn(modes, modes, 2, dtype=torch.float64)
         self.weight = nn.Parameter(parts if in_parts else torch.view_as_complex(parts))
+        self.nothing = nn.Linear(0, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
         modes = torch.fft.rfft(torch.tanh(self.linear(x))) @ weight
-        return torch.fft.irfft(modes, n=WIDTH)
+        return torch.fft.irfft(modes, n=WIDTH) + self.nothing(x[:, :0])
 
 
 class Error(Filter):
