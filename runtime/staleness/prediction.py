@@ -133,7 +133,7 @@ def _gradients(
     if gradients is None:
         return None
     return [
-        as_real(gradients[name]) if name in gradients else torch.zeros_like(leaf)
+        as_real(gradients[name].resolve_conj()) if name in gradients else torch.zeros_like(leaf)
         for name, leaf in zip(names, leaves, strict=True)
     ]
 
