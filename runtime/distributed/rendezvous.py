@@ -184,7 +184,9 @@ def wait_for_all(store: Store, info: RankInfo, seconds: float) -> Store:
         time.sleep(_POLL_S)
         now_s = time.monotonic()
     is_left = info.rank != 0 and now_s - heard_s > _SILENT_S  # rank 0's list is of an earlier run
-    raise _missing(info, own, {} if is_left else _present(store, entered, info.ranks), seconds)
+    closed = dict(enumerate(_closed(store, f"{entered}/closed")))
+    present = closed or _present(store, entered, info.ranks)
+    raise _missing(info, own, {} if is_left else present, seconds)
 
 
 def found_hosts(store: Store, info: RankInfo) -> tuple[RankInfo, tuple[str, ...]]:

@@ -72,6 +72,7 @@ def _main(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=60),
         )
+        dist.barrier()  # A rank that ends at once would break what another is still connecting.
         result = runpy.run_path(file)[function](rank, *arguments)
     except Exception:
         result = RankError(traceback.format_exc())
