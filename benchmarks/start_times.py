@@ -36,6 +36,8 @@ PARTITIONS = {
     "Llama, 2 stages": ("--model", f"{HERE / 'llama.py'}:build", "--stages", "2"),
     "gpt2-xl, 4 stages": ("--model", "gpt2-xl", "--stages", "4", "--meta"),
 }
+WITH_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
+"""Modules of an installed package are compiled already."""
 FLOOR_NAME = "torch, transformers and gpt2's weights"
 FLOOR = (
     "from transformers import AutoModelForCausalLM, CONFIG_MAPPING\n"
@@ -67,7 +69,9 @@ def ended(*command: str, cache: Path) -> tuple[float, str]:
     start_s = time.perf_counter()
     done = subprocess.run(
         command,
-        env=os.environ | {"ASYNCPIPE_CACHE": str(cache), "ASYNCPIPE_STATE": str(cache)},
+        env=os.environ
+        | WITH_BYTECODE
+        | {"ASYNCPIPE_CACHE": str(cache), "ASYNCPIPE_STATE": str(cache)},
         check=True,
         capture_output=True,
         text=True,

@@ -302,6 +302,7 @@ def cut_and_time(
             dtype=measured.dtype,
             cache=cache,
             content=measured.content,
+            costs=with_copies(measured, timed_cut.captured).nodes,
         )
         # A stage that recomputes keeps the activations of one micro-batch.
         in_flight = [1 if load.recomputes else load.in_flight for load in timed_cut.solution.loads]

@@ -6,8 +6,9 @@ stage: received values are leaves, gradients arrive at the tensors that it sends
 weights accumulate, and as many micro-batches are in flight as in the schedule. Ranks of one machine
 share its memory and caches, so as many stages as there are cores run at the same time, in threads,
 and all of them are timed. Other load only ever adds to a time, and rarely to all cores alike:
-stages change their cores, and the median of the times of each counts, or a time that lies a little
-above the first quartile, where they vary more than those of a calm machine do.
+unless all stages take about the time of their parts, which were measured apart, they are timed
+again on other cores, and the median of the times of each counts, or a time that lies a little above
+the first quartile, where they vary more than those of a calm machine do.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from .split.split import StageGraph, names_of_outputs
 
 _LEAST_LAPS, _LAPS = 2, 4
 _CALM = 0.05  # spread
+_APART, _TOGETHER = 0.06, 0.10  # of the times of parts: of one stage, and of all
 _QUARTILES_APART = 1.349  # of a normal distribution, in standard deviations
 _LEAST, _MOST = 2, 24  # micro-batches of a lap
 
@@ -63,6 +65,7 @@ class StageTiming:
         its times hardly vary
     cache: stages in it are not timed again
     content: identifies the computation of each node in the cache
+    costs: measured costs of the nodes; stages that take as long are timed no more. None: not known
     """
 
     device: torch.device | None = None
@@ -72,6 +75,15 @@ class StageTiming:
     enough_ms: float = 2000.0
     cache: ProfileCache | None = None
     content: Mapping[str, str] = field(default_factory=dict)
+    costs: Mapping[str, NodeCost] | None = None
+
+    def sums_ms(self, stages: Sequence[StageGraph]) -> list[float]:
+        """The time of each stage by the costs of its nodes; 0 where they are not known."""
+        costs = self.costs or {}
+        return [
+            sum(_work_ms(costs[node.name]) for node in stage.nodes if node.name in costs)
+            for stage in stages
+        ]
 
 
 def time_stages(
@@ -97,20 +109,17 @@ def time_stages(
     known = [_known(cache, key) for key in keys]
     if None not in known:
         return tuple(times for times in known if times)
+    sums_ms = timing.sums_ms(stages)
     with threads_set(timing.threads), state_kept(captured):
         benches = _benches(captured, stages, timing)
         begin = [partial(bench.run, count) for bench, count in zip(benches, in_flight, strict=True)]
-        is_new = [stored is None for stored in known]
         try:
-            samples = _samples(begin, is_new, timing, on_progress)
+            times = _timed(begin, known, sums_ms, timing, on_progress)
         except Exception:
             if timing.at_once == 1:
                 raise
             # Ranks are processes; in threads, code of the model that is not thread-safe may fail.
-            samples = _samples(begin, is_new, replace(timing, at_once=1), on_progress)
-    times = tuple(
-        stored or usual_times(of_stage) for stored, of_stage in zip(known, samples, strict=True)
-    )
+            times = _timed(begin, known, sums_ms, replace(timing, at_once=1), on_progress)
     for key, whole in zip(keys, times, strict=True):
         if cache and key:
             cache.put(key, [whole.forward_ms, whole.backward_ms, whole.spread])
@@ -130,16 +139,19 @@ def _benches(captured: Capture, stages: Sequence[StageGraph], timing: StageTimin
     return benches
 
 
-def _samples(
+def _timed(
     begin: Sequence[Callable[[], Iterator[WholeTimes]]],
-    is_new: Sequence[bool],
+    known: Sequence[WholeTimes | None],
+    sums_ms: Sequence[float],
     timing: StageTiming,
     on_progress: OnProgress | None,
-) -> list[list[WholeTimes]]:
-    """The times of each stage, groups of `at_once` stages by turns; `begin` begins the runs of each
-    stage with a warm-up round. Groups without a new stage, or timed for long enough, are left out.
-    """
+) -> tuple[WholeTimes, ...]:
+    """The known or usual times of each stage, groups of `at_once` stages by turns; `begin` begins
+    the runs of each stage with a warm-up round. Groups without a new stage, or timed for long
+    enough, are left out; times close to `sums_ms` are enough for all."""
+    is_new = [stored is None for stored in known]
     samples: list[list[WholeTimes]] = [[] for _ in begin]
+    times: tuple[WholeTimes, ...] = ()
     for lap in range(_LAPS):
         for first in range(0, len(begin), timing.at_once):
             group = [(first + ahead) % len(begin) for ahead in range(timing.at_once)]
@@ -154,7 +166,27 @@ def _samples(
                     samples[index] += times_of_one
             if on_progress and lap == 0:
                 on_progress(min(first + timing.at_once, len(begin)), len(begin))
-    return samples
+        times = tuple(
+            stored or usual_times(of_stage) for stored, of_stage in zip(known, samples, strict=True)
+        )
+        if _agree(times, sums_ms):
+            break
+    return times
+
+
+def _agree(times: Sequence[WholeTimes], sums_ms: Sequence[float]) -> bool:
+    """True if the stages take as long as their parts, and as long as one another relative to them:
+    load that one of the two measurements met would show."""
+    if not all(sums_ms):
+        return False
+    scales = [
+        (time.forward_ms + time.backward_ms) / sum_ms
+        for time, sum_ms in zip(times, sums_ms, strict=True)
+    ]
+    usual = statistics.fmean(scales)
+    return abs(usual - 1) <= _TOGETHER and all(
+        abs(scale - usual) <= _APART * usual for scale in scales
+    )
 
 
 def _is_enough(times: Sequence[WholeTimes], enough_ms: float) -> bool:

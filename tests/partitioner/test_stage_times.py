@@ -27,7 +27,7 @@ from asyncpipe.partitioner.split.split import split
 from asyncpipe.partitioner.split.ssa import separated
 from asyncpipe.partitioner.stage_timing import (
     StageTiming,
-    _samples,
+    _timed,
     rescaled,
     time_stages,
     together,
@@ -427,8 +427,38 @@ def test_a_stage_is_timed_again_until_it_hardly_varies_or_was_timed_for_long_eno
 
         return runs
 
-    samples = _samples([begin(0, varies), begin(1, False)], [True, True], StageTiming(), None)
-    assert begun == [laps, 2] and all(len(of_one) >= 4 for of_one in samples)
+    _timed([begin(0, varies), begin(1, False)], [None, None], [0.0, 0.0], StageTiming(), None)
+    assert begun == [laps, 2]
+
+
+@pytest.mark.parametrize(
+    ("ms", "sums_ms", "laps"),
+    [
+        ((104.0, 208.0), (100.0, 200.0), 1),  # all are slower than their parts alike
+        ((112.0, 224.0), (100.0, 200.0), 2),  # the machine was another
+        ((100.0, 220.0), (100.0, 200.0), 1),  # 4.8% on either side of the usual scale
+        ((100.0, 230.0), (100.0, 200.0), 2),  # one of the stages was disturbed, or differs
+        ((100.0, 200.0), (100.0, 0.0), 2),  # nothing is known of one
+    ],
+)
+def test_stages_that_take_as_long_as_their_parts_are_timed_once(
+    ms: tuple[float, float], sums_ms: tuple[float, float], laps: int
+) -> None:
+    begun = [0, 0]
+
+    def begin(stage: int) -> Callable[[], Iterator[WholeTimes]]:
+        def runs() -> Iterator[WholeTimes]:
+            begun[stage] += 1
+            while True:
+                yield WholeTimes(ms[stage] / 2, ms[stage] / 2)
+
+        return runs
+
+    times = _timed([begin(0), begin(1)], [None, None], sums_ms, StageTiming(), None)
+    assert begun == [laps, laps]
+    assert [time.forward_ms + time.backward_ms for time in times] == list(ms)
+    known = WholeTimes(ms[0] / 2, ms[0] / 2)
+    assert _timed([begin(0), begin(1)], [known, None], sums_ms, StageTiming(), None) == times
 
 
 def test_of_forwards_and_of_backwards_the_median_counts() -> None:
