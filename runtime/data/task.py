@@ -195,10 +195,16 @@ class Floats:
     others: torch.dtype
 
     def cast(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor of the input with this name in its dtype; one of whole numbers as it is."""
+        """The tensor of the input with this name in its dtype; one of whole numbers as it is.
+        Raises DataError for complex numbers where the model was captured with real ones."""
         if not _is_inexact(tensor.dtype):
             return tensor
         dtype = self.by_name.get(name, self.others)
+        if name in self.by_name and tensor.is_complex() and not dtype.is_complex:
+            raise DataError(
+                f"{name} of the data is {tensor.dtype}, but the model was captured with {dtype}.",
+                f"Partition the model again with example inputs whose {name} is complex.",
+            )
         if tensor.is_complex():
             return tensor.to(dtype.to_complex())
         return tensor.to(dtype if name in self.by_name else dtype.to_real())
@@ -214,8 +220,9 @@ def floats_of(plan: Plan, dtype: str | None) -> Floats:
         {spec.name: found for spec in specs if _is_inexact(found := dtype_of(spec.dtype))}
         for specs in (plan.inputs, plan.values)
     )
-    if dtype is not None:  # of all real numbers
-        return Floats({name: its for name, its in own.items() if its.is_complex}, dtype_of(dtype))
+    if dtype is not None:
+        real = dtype_of(dtype)
+        return Floats({name: its if its.is_complex else real for name, its in own.items()}, real)
     made = [values[name] for name in names_in(plan.outputs) if name in values]
     return Floats(own, made[0] if made else torch.float32)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.runtime.data.task import Floats, floats_of
+from asyncpipe.runtime.errors import DataError
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.tests.support.processes.gloo_ranks import run_processes
 
@@ -169,8 +170,17 @@ def test_targets_have_the_dtype_of_what_they_are_compared_with(tmp_path: Path) -
 def test_complex_data_keep_their_imaginary_parts() -> None:
     number = torch.tensor([1 + 2j], dtype=torch.complex128)
     floats = Floats({"real": torch.float32, "complex": torch.complex64}, torch.float32)
-    for name in ("real", "complex", "target"):
+    for name in ("complex", "target"):
         assert floats.cast(name, number).dtype is torch.complex64
     assert floats.cast("complex", number.real).dtype is torch.complex64
     of_complex = Floats({}, torch.complex64)
     assert of_complex.cast("target", number.real).dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [None, "float64"])
+def test_complex_data_of_an_input_of_real_numbers_are_refused(
+    dtype: str | None, tmp_path: Path
+) -> None:
+    floats = floats_of(read_plan(folder_of(*build("float64"), tmp_path / "cut")), dtype)
+    with pytest.raises(DataError, match=r"x of the data is torch\.complex64, .* torch\.float64\."):
+        floats.cast("x", torch.ones(1, dtype=torch.complex64))
