@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..schedule.asynchronous import Delays
 from ..schedule.schedule import Schedule
+from ..staleness.compose import METHODS
 from ..staleness.protocol import (
     BackwardReads,
     OptimizerView,
@@ -95,10 +96,10 @@ class WeightBinder:
             self._keeps,
         )
         for method in self.methods:
-            context = method.in_context(context, _of(method, self._to_load))
+            context = method.in_context(context, _of(method.name, self._to_load))
         for method in self.methods:
             method.begin(context)
-            if state := _of(method, self._to_load):
+            if state := _of(method.name, self._to_load):
                 method.load(self.weights, state)
         self._to_load = {}
 
@@ -125,8 +126,11 @@ class WeightBinder:
 
     def load(self, state: State) -> None:
         """Restores a `state` when the next segment begins, because the methods know their context
-        only then."""
+        only then. A method that the run no longer has leaves the weights at once."""
         self._to_load = state
+        gone = {part.partition(".")[0] for part in state} - {m.name for m in self.methods}
+        for name in gone & METHODS.keys():
+            METHODS[name]().leave(self.weights, _of(name, state))
 
     def forward(self, pair: VersionPair, *, repeats: bool) -> Weights | None:
         """The leaves that a forward reads, None for the live weights. With `repeats` the backward
@@ -216,7 +220,7 @@ class WeightBinder:
         with ExitStack() as inside:
             for method in self.methods:
                 # A run that is resumed after its last step begins no segment.
-                if state := _of(method, self._to_load):
+                if state := _of(method.name, self._to_load):
                     method.load(self.weights, state)
                 inside.enter_context(method.eval_weights(self.weights))
             yield
@@ -237,9 +241,9 @@ class WeightBinder:
         return pair.crosses_step and (self._keeps or (bool(self._backward) and not repeats))
 
 
-def _of(method: Staleness, state: State) -> State:
+def _of(method: str, state: State) -> State:
     """The state of one method."""
-    prefix = f"{method.name}."
+    prefix = f"{method}."
     return {
         key.removeprefix(prefix): tensors
         for key, tensors in state.items()

@@ -318,14 +318,12 @@ class ErrorFeedback(Staleness):
 
     def begin(self, context: StageContext) -> None:
         super().begin(context)
-        if self.steps is not None:
+        if self.steps is not None and context.synchronous:
             self._return(self.steps.weights)
 
     @torch.no_grad()
     def _return(self, weights: WeightVersions) -> None:
-        """Before synchronous steps, gives the live weights the values to evaluate."""
-        if not self.context.synchronous:
-            return
+        """Gives the live weights the values to evaluate."""
         for name, last in self._last.items():
             weights.live[name].add_(last, alpha=self._looks_ahead[name])
         self._last, self._looks_ahead = {}, {}
@@ -338,9 +336,17 @@ class ErrorFeedback(Staleness):
         return {"last": self._last, "ahead": ahead} if self._last else {}
 
     def load(self, weights: WeightVersions, state: State) -> None:
+        self._take(state)
+        if self.context.synchronous:
+            self._return(weights)
+
+    def leave(self, weights: WeightVersions, state: State) -> None:
+        self._take(state)
+        self._return(weights)
+
+    def _take(self, state: State) -> None:
         self._last = dict(state["last"])
         self._looks_ahead = {name: float(steps) for name, steps in state["ahead"].items()}
-        self._return(weights)
 
     @contextmanager
     def stepping(self, weights: WeightVersions) -> Iterator[None]:

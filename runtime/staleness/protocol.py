@@ -256,6 +256,10 @@ class Staleness:
         """The stage's optimizer, if it has one."""
         return None if self.steps is None else self.steps.optimizer
 
+    def leave(self, weights: WeightVersions, state: State) -> None:
+        """Called with the saved state of the method where a run goes on without it: gives the live
+        weights the values with which it does."""
+
     def in_context(self, context: StageContext, state: State) -> StageContext:
         """The stage's context, changed for all methods of the stage; `state` is the state to be
         loaded."""

@@ -129,15 +129,16 @@ def test_a_start_is_synchronous_and_what_follows_is_not(folder: Path, tmp_path: 
     assert steps_of(lines, "loss")[-1] != steps_of(plain, "loss")[-1]
 
 
+@pytest.mark.parametrize("staleness", ["stash", "stash+error-feedback"])
 def test_an_end_is_that_of_the_run_when_it_resumes_synchronously(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, staleness: str
 ) -> None:
     given: dict[str, Any] = {"optimizer": "adamw", "clip": 0.05, "decay": "cosine", "lr": 0.01}
-    given |= {"save_every": 3}
+    given |= {"save_every": 3, "staleness": staleness}
     lines = train(folder, tmp_path / "end", sync_end="2", **given)
     start = train(folder, tmp_path / "start", **given)
     checkpoint = tmp_path / "start" / "checkpoints" / "step-000006"
-    given |= {"schedule": "single", "ranks": None}
+    given |= {"schedule": "single", "ranks": None, "staleness": None}
     rest = train(folder, tmp_path / "resumed", resume=str(checkpoint), **given)
     for name in ("loss", "lr", "grad_norm"):
         assert steps_of(lines, name) == steps_of(start, name)[:6] + steps_of(rest, name)
