@@ -20,7 +20,7 @@ from ..checkpoint.contents import FoundCheckpoint
 from ..config.settings import RunConfig, SettingsError
 from ..distributed.failure import RankFolder
 from ..distributed.process_groups import SharedStore, World, be_patient, regrouped
-from ..errors import PlanError
+from ..errors import AsyncPipeError, PlanError
 from ..executor.instrumented import Activities, Activity
 from ..executor.loading import load_stage_class
 from ..formatting import counted
@@ -46,7 +46,6 @@ from ..plan.plan import read_plan
 from ..plan.trust import code_hashes, is_trusted, untrusted
 from ..rng import drawing_from
 from ..user_code import exits_as_errors
-from ..watch.server import ViewError
 from ..watch.worker import start_viewer
 from .checkpointing import Stopping
 from .loop import Run
@@ -134,7 +133,7 @@ def _make_shown(
     if config.watch and not RankFolder(folder).why_again:
         try:
             reporter.on_note("watch", start_viewer(folder))
-        except (ViewError, OSError) as error:
+        except (AsyncPipeError, OSError) as error:
             reporter.on_warning(f"--watch has no effect: {error}")
     return reporter
 
