@@ -315,10 +315,12 @@ class ErrorFeedback(Staleness):
         self._last: dict[str, Tensor] = {}
         self._looks_ahead: dict[str, float] = {}
         """Tau of the last step, for each weight whose step was extended."""
+        self._is_synchronous = False
 
     def begin(self, context: StageContext) -> None:
         super().begin(context)
-        if self.steps is not None and context.synchronous:
+        self._is_synchronous = context.synchronous
+        if self.steps is not None and self._is_synchronous:
             self._return(self.steps.weights)
 
     @torch.no_grad()
@@ -337,7 +339,7 @@ class ErrorFeedback(Staleness):
 
     def load(self, weights: WeightVersions, state: State) -> None:
         self._take(state)
-        if self.context.synchronous:
+        if self._is_synchronous:
             self._return(weights)
 
     def leave(self, weights: WeightVersions, state: State) -> None:

@@ -148,6 +148,23 @@ def test_an_end_is_that_of_the_run_when_it_resumes_synchronously(
         assert torch.equal(value, expected[name])
 
 
+@pytest.mark.parametrize("staleness", ["stash+error-feedback", "stash"])
+def test_weights_that_look_ahead_come_back_where_a_run_resumes_at_its_end(
+    folder: Path, tmp_path: Path, staleness: str
+) -> None:
+    given: dict[str, Any] = {"save_every": 8, "eval_batches": 1}
+    lines = train(folder, tmp_path / "run", staleness="stash+error-feedback", **given)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000008"
+    again = train(folder, tmp_path / "again", resume=str(checkpoint), staleness=staleness, **given)
+    first, second = (
+        [line["loss"] for line in of_one if line["event"] == "eval"] for of_one in (lines, again)
+    )
+    assert second[-1] == pytest.approx(first[-1], rel=1e-6)
+    expected = weights(tmp_path / "run")
+    for name, value in weights(tmp_path / "again").items():
+        torch.testing.assert_close(value, expected[name])
+
+
 def test_a_flush_after_every_step_is_synchronous(folder: Path, tmp_path: Path) -> None:
     lines = train(folder, tmp_path / "async", flush_every=1)
     plain = train(folder, tmp_path / "sync", schedule="single")
