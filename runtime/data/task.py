@@ -202,7 +202,7 @@ class Floats:
         dtype = self.by_name.get(name, self.others)
         if name in self.by_name and tensor.is_complex() and not dtype.is_complex:
             raise DataError(
-                f"{name} of the data is {tensor.dtype}, but the model was captured with {dtype}.",
+                f"{name} of the data is {tensor.dtype}, but the model reads {dtype}.",
                 f"Partition the model again with example inputs whose {name} is complex.",
             )
         if tensor.is_complex():
