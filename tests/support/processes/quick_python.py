@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 _PRELOADED = (
@@ -132,16 +132,23 @@ def _stand_for(address: str, arguments: list[str]) -> None:
         connection.connect(address)
         socket.send_fds(connection, [len(content).to_bytes(_WORD, "little")], descriptors)
         connection.sendall(content)
-        process = int.from_bytes(_read(connection, _WORD), "little")
+        process = _number(connection)
         for number in _FORWARDED:
             signal.signal(number, lambda number, frame: os.kill(process, number))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
-        status = int.from_bytes(_read(connection, _WORD), "little")
+        status = _number(connection)
     if os.WIFSIGNALED(status):
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.WEXITSTATUS(status))
+
+
+def _number(connection: socket.socket) -> int:
+    content = _read(connection, _WORD)
+    if not content:
+        sys.exit("the server of processes has ended")
+    return int.from_bytes(content, "little")
 
 
 def _is_open(descriptor: int) -> bool:
@@ -154,11 +161,12 @@ def _is_open(descriptor: int) -> bool:
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
+    """So many bytes, or none if the other side has ended."""
     content = b""
     while len(content) < count:
         part = connection.recv(count - len(content))
         if not part:
-            sys.exit("the server of processes has ended")
+            return b""
         content += part
     return content
 
@@ -182,19 +190,63 @@ def _serve(address: str) -> list[str]:
     listener.bind(f"{address}.new")
     listener.listen(64)
     os.rename(f"{address}.new", address)
+    running: dict[int, _Running] = {}  # by the descriptors of a process and of its connection
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [], 1.0)
-        while _reap():
-            pass
-        if sys.stdin in ready:
-            shutil.rmtree(os.path.dirname(address))
-            sys.exit()
-        if listener in ready:
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                listener.close()
-                return _keep(connection)
-            connection.close()
+        for ready in select.select([listener, sys.stdin, *running], [], [])[0]:
+            if ready is sys.stdin:
+                shutil.rmtree(os.path.dirname(address))
+                sys.exit()
+            elif ready is not listener:
+                if process := running.get(ready):
+                    _end(process, running)
+            elif arguments := _accept(listener, running):
+                return arguments
+
+
+class _Running:
+    def __init__(self, process: int, connection: socket.socket) -> None:
+        self.process, self.connection = process, connection
+        self.handle = os.pidfd_open(process)
+
+
+def _accept(listener: socket.socket, running: dict[int, _Running]) -> list[str] | None:
+    """Starts the process that a client asks for, and tells it the number; in the process, its
+    arguments."""
+    connection, _ = listener.accept()
+    length, received, _, _ = socket.recv_fds(connection, _WORD, 64)
+    content = _read(connection, int.from_bytes(length, "little"))
+    process = os.fork() if content else 0
+    if content and process == 0:
+        for descriptor in (listener.detach(), connection.detach(), *running):
+            os.close(descriptor)
+        call = json.loads(content)
+        _settle(call, received)
+        return call["arguments"]
+    for descriptor in received:
+        os.close(descriptor)
+    if content:
+        one = _Running(process, connection)
+        running |= {one.handle: one, connection.fileno(): one}
+        _tell(one, process)
+    return None
+
+
+def _end(one: _Running, running: dict[int, _Running]) -> None:
+    """Tells a client how its process ended; if the client is gone, kills the process."""
+    with suppress(ProcessLookupError):
+        if not select.select([one.handle], [], [], 0)[0]:
+            signal.pidfd_send_signal(one.handle, signal.SIGKILL)
+    _, status = os.waitpid(one.process, 0)
+    _tell(one, status)
+    for descriptor in (one.handle, one.connection.fileno()):
+        del running[descriptor]
+    os.close(one.handle)
+    one.connection.close()
+
+
+def _tell(one: _Running, number: int) -> None:
+    with suppress(OSError):  # it is gone
+        one.connection.sendall(number.to_bytes(_WORD, "little"))
 
 
 def _prepare() -> None:
@@ -238,36 +290,6 @@ def _own_surroundings(folder: str):
         os.environ.update(environment)
         sys.argv, sys.path[:] = arguments, paths
         torch.set_rng_state(numbers)
-
-
-def _reap() -> bool:
-    try:
-        return os.waitpid(-1, os.WNOHANG)[0] != 0
-    except ChildProcessError:
-        return False
-
-
-def _keep(connection: socket.socket) -> list[str]:
-    """Starts the process, tells its client how it ended, and kills it when the client is gone."""
-    length, received, _, _ = socket.recv_fds(connection, _WORD, 64)
-    call = json.loads(_read(connection, int.from_bytes(length, "little")))
-    process = os.fork()
-    if process == 0:
-        connection.close()
-        _settle(call, received)
-        return call["arguments"]
-    for descriptor in received:
-        os.close(descriptor)
-    handle = os.pidfd_open(process)
-    try:
-        connection.sendall(process.to_bytes(_WORD, "little"))
-        ready, _, _ = select.select([handle, connection], [], [])
-        if handle not in ready:
-            os.kill(process, signal.SIGKILL)
-        _, status = os.waitpid(process, 0)
-        connection.sendall(status.to_bytes(_WORD, "little"))
-    finally:
-        os._exit(0)
 
 
 def _settle(call: dict, received: list[int]) -> None:
@@ -331,8 +353,29 @@ def _run(arguments: list[str]) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
+def _run_and_end(arguments: list[str]) -> None:
+    """Ends the process where no error does as the interpreter would, but lets the system free its
+    memory: to free each object would copy all that the fork shares."""
+    import atexit
+    import threading
+
+    code = None
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        code = end.code
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code or 0)
+
+
 if __name__ == "__main__":
     if sys.argv[2:]:
         _stand_for(sys.argv[1], sys.argv[2:])
     else:
-        _run(_serve(sys.argv[1]))
+        _run_and_end(_serve(sys.argv[1]))
