@@ -22,20 +22,20 @@ from .runtime.import_path import isolate
 
 def partition() -> None:
     """Entry point of asyncpipe-partition."""
-    _run_and_end("partition", calls_exit_functions=True)
+    _run_and_end("partition")
 
 
 def train() -> None:
     """Entry point of asyncpipe-train."""
-    _run_and_end("train")
+    _run_and_end("train", as_rank=True)
 
 
-def _run_and_end(command: str, *, calls_exit_functions: bool = False) -> NoReturn:
-    """Runs a command, and ends the process as a rank ends: it may be one, or hold a large model,
-    with which the interpreter would take seconds to shut down. With `calls_exit_functions`, those
-    that the model's own code has registered are called before."""
+def _run_and_end(command: str, *, as_rank: bool = False) -> NoReturn:
+    """Runs a command, and ends the process without the interpreter's shutdown, which would free
+    torch and a large model for up to seconds. Exit functions, such as those that the model's own
+    code has registered, are called before, but not with `as_rank`: the process may be a rank."""
     code = _run(command)
-    if calls_exit_functions:
+    if not as_rank:
         atexit._run_exitfuncs()
     if "torch.distributed" in sys.modules:  # else only --help, or a usage error
         from .runtime.distributed.failure import end_process
@@ -46,32 +46,32 @@ def _run_and_end(command: str, *, calls_exit_functions: bool = False) -> NoRetur
 
 def inspect() -> None:
     """Entry point of asyncpipe-inspect."""
-    sys.exit(_run("inspect"))
+    _run_and_end("inspect")
 
 
 def compare() -> None:
     """Entry point of asyncpipe-compare."""
-    sys.exit(_run("compare"))
+    _run_and_end("compare")
 
 
 def view() -> None:
     """Entry point of asyncpipe-view."""
-    sys.exit(_run("view"))
+    _run_and_end("view")
 
 
 def comm() -> None:
     """Entry point of asyncpipe-comm."""
-    _run_and_end("comm")
+    _run_and_end("comm", as_rank=True)
 
 
 def job() -> None:
     """Entry point of asyncpipe-job."""
-    sys.exit(_run("job"))
+    _run_and_end("job")
 
 
 def info() -> None:
     """Entry point of asyncpipe-info."""
-    sys.exit(_run("info"))
+    _run_and_end("info")
 
 
 def _run(command: str) -> int:
