@@ -22,6 +22,7 @@ from ..runtime.tensor_parallel.ranks import TensorRanks, reading_loss_alone, usi
 from ..runtime.user_code import portable
 from .capture import Capture, read_arguments
 from .capture import capture as capture_model
+from .capture.arguments import verify_shapes
 from .graph.constraints import Demands, find_demands, groups_to_cut_before
 from .graph.costs import LOCALHOST
 from .graph.rematerialize import Prices, Recomputation
@@ -222,6 +223,7 @@ def load(spec: str, options: PartitionOptions, on_phase: OnPhase | None) -> Mode
         pretrained=options.pretrained,
         inputs=options.inputs,
     )
+    verify_shapes(source.model)
     if on_phase:
         number = sum(parameter.numel() for parameter in source.model.parameters())
         detail = f"{spec} · {write_large_count(number)} parameters · weights: {source.weights}"

@@ -34,7 +34,7 @@ from .aliasing import (
     make_tables,
     runs,
 )
-from .arguments import Arguments, read_arguments, verify_arguments, verify_hooks
+from .arguments import Arguments, read_arguments, verify_arguments, verify_hooks, verify_shapes
 from .batch_dimension import corrected, find_batch, fixed, with_places
 from .check import check_capture
 from .fake_inputs import (
@@ -118,6 +118,7 @@ def capture(
     """
     _verify_options(mode, method)
     verify_names(model)
+    verify_shapes(model)
     verify_hooks(model)
     given = read_arguments(model, example_inputs)
     verify_strided(given.tensors, "input")

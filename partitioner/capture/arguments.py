@@ -19,11 +19,13 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Size as TorchSize
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
 from ...runtime.errors import CaptureError
@@ -129,6 +131,17 @@ def leaves(value: Any) -> list[Any]:
 def has_forward_hooks(module: nn.Module) -> bool:
     """True if calls of the module run hooks before or after its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def verify_shapes(model: nn.Module) -> None:
+    """Raises CaptureError for a parameter or buffer of a lazy module that has no shape yet."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"{name} has no shape yet: a lazy module gets it in its first call.",
+                "Call the model once before you give it to asyncpipe, at the end of its factory: "
+                "model(**inputs).",
+            )
 
 
 def verify_hooks(model: nn.Module) -> None:

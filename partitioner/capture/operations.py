@@ -255,66 +255,49 @@ def averaging(module: nn.Module) -> Iterator[None]:
         module.momentum = None
 
 
-def refusal(func: Any) -> Callable[[str], tuple[str, str]] | None:
-    """For a function that no graph can hold, a function from its place to error and cure."""
+def refusal(func: Any, given: Sequence[Any]) -> tuple[str, str] | None:
+    """What a call does that no graph can hold, and the cure."""
+    if any(
+        isinstance(one, torch.Generator) and one is not torch.default_generator for one in given
+    ):
+        return _OWN_GENERATOR
     name = getattr(func, "__name__", "")
     if name == "__set__" and func.__self__.__name__ in ("data", "grad"):
-        return _assigned_state
-    if func is torch.autograd.grad:
-        return _gradient
+        name = "assignment"
+    elif func is torch.autograd.grad:
+        name = "gradient"
     return _REFUSED.get(name)
 
 
-def own_generator(where: str) -> tuple[str, str]:
-    """Error and cure for a draw from the model's own torch.Generator."""
-    return (
-        f"{where} draws from its own torch.Generator, whose state a stage cannot hold.",
-        "Use torch's default generator: leave out generator=...; its state follows from --seed for "
-        "each micro-batch.",
-    )
-
-
-def _assigned_state(where: str) -> tuple[str, str]:
-    return (
-        f"{where} assigns the data or the gradient of a tensor, which a graph cannot hold.",
+_AS_A_NODE = "Keep the module as one node: --leaf Class."
+_HOOK = (
+    "registers a hook on a tensor, which a graph cannot hold.",
+    "Write it as a torch.autograd.Function, or keep the module as one node: --leaf Class.",
+)
+_OWN_GENERATOR = (
+    "draws from its own torch.Generator, whose state a stage cannot hold.",
+    "Use torch's default generator: leave out generator=...; its state follows from --seed for "
+    "each micro-batch.",
+)
+_REFUSED = {
+    "assignment": (
+        "assigns the data or the gradient of a tensor, which a graph cannot hold.",
         "Compute a new tensor instead, or copy into this one: x.copy_(y).",
-    )
-
-
-def _hook(where: str) -> tuple[str, str]:
-    return (
-        f"{where} registers a hook on a tensor, which a graph cannot hold.",
-        "Write it as a torch.autograd.Function, or keep the module as one node: --leaf Class.",
-    )
-
-
-def _backward(where: str) -> tuple[str, str]:
-    return (
-        f"{where} calls backward inside forward.",
-        "Keep the module as one node: --leaf Class.",
-    )
-
-
-def _gradient(where: str) -> tuple[str, str]:
-    return (
-        f"{where} computes a gradient inside forward.",
-        "Keep the module as one node: --leaf Class.",
-    )
-
-
-def _packing(where: str) -> tuple[str, str]:
-    return (
-        f"{where} packs a padded sequence, whose sizes depend on the values of its lengths.",
+    ),
+    "gradient": ("computes a gradient inside forward.", _AS_A_NODE),
+    "backward": ("calls backward inside forward.", _AS_A_NODE),
+    "register_hook": _HOOK,
+    "register_post_accumulate_grad_hook": _HOOK,
+    "_pack_padded_sequence": (
+        "packs a padded sequence, whose sizes depend on the values of its lengths.",
         "Mask the padding instead, or keep the module that packs and unpacks as one node: "
         "--leaf Class.",
-    )
-
-
-_REFUSED = {
-    "_pack_padded_sequence": _packing,
-    "register_hook": _hook,
-    "register_post_accumulate_grad_hook": _hook,
-    "backward": _backward,
+    ),
+    "_nested_tensor_from_mask_left_aligned": (
+        "calls a torch.nn.TransformerEncoder that in evaluation skips the masked positions, whose "
+        "outputs then differ from those in training.",
+        "Build it with enable_nested_tensor=False, or capture it for training alone: --mode train.",
+    ),
 }
 
 

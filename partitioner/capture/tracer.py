@@ -40,7 +40,7 @@ from .arguments import (
 from .bindings import Bindings, NodeHints
 from .fake_inputs import FakeWorld
 from .leaf_modules import LeafRule, is_torch_leaf
-from .operations import Call, as_node, averaging, own_generator, refusal, run_opaque, traced
+from .operations import Call, as_node, averaging, refusal, run_opaque, traced
 from .patches import (
     WITHOUT_HISTORY,
     LenNeeded,
@@ -185,12 +185,9 @@ class Tracer(TorchFunctionMode):
         run = traced(func)
         if not self._recording:
             return run(*args, **kwargs)
-        refused = refusal(func)
-        if refused is not None:
-            raise CaptureError(*refused(where(self._top)))
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, torch.Generator) and given is not torch.default_generator:
-                raise CaptureError(*own_generator(where(self._top)))
+        if refused := refusal(func, (*args, *kwargs.values())):
+            what, cure = refused
+            raise CaptureError(f"{where(self._top)} {what}", cure)
         name = getattr(func, "__name__", "")
         if func is torch.ops.aten.lift_fresh.default:
             return args[0]  # torch calls this on a tensor made from an array

@@ -285,6 +285,36 @@ def test_packed_sequences_are_refused() -> None:
         capture(Inner(), {"x": packed})
 
 
+class Pads(nn.Module):
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, **options)
+
+    def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+        return self.encoder(x, src_key_padding_mask=padded)
+
+
+def test_an_encoder_that_skips_padding_in_evaluation_is_captured_for_training_or_without_that(
+    tmp_path: Path,
+) -> None:
+    padded = torch.zeros(WORDS.shape[:2], dtype=torch.bool)
+    padded[:, -2:] = True
+    inputs = {"x": WORDS, "padded": padded}
+    with pytest.raises(
+        CaptureError, match=r"Pads\.forward at .* skips the masked positions"
+    ) as told:
+        capture(Pads(), inputs)
+    assert "enable_nested_tensor=False" in told.value.cure and "--mode train" in told.value.cure
+    assert capture(Pads(), inputs, mode="train").modes == (True,)
+    model = Pads(enable_nested_tensor=False)
+    pipe = cut(model, inputs, tmp_path)
+    for training in (True, False):
+        model.train(training)
+        pipe.train(training)
+        torch.testing.assert_close(pipe(**inputs), model(**inputs), rtol=1e-5, atol=1e-6)
+
+
 # Containers and attributes
 
 
@@ -324,6 +354,12 @@ class WasLazy(Base):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.lazy(self.first(x)))
+
+
+def test_a_lazy_module_without_a_shape_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(4))
+    with pytest.raises(CaptureError, match=r"1\.weight has no shape yet"):
+        capture(model, {"input": X})
 
 
 class InFrequencies(Base):
