@@ -296,7 +296,7 @@ _REFUSED = {
     "_nested_tensor_from_mask_left_aligned": (
         "calls a torch.nn.TransformerEncoder that in evaluation skips the masked positions, whose "
         "outputs then differ from those in training.",
-        "Build it with enable_nested_tensor=False, or capture it for training alone: --mode train.",
+        "Build it with enable_nested_tensor=False.",
     ),
 }
 

@@ -295,18 +295,12 @@ class Pads(nn.Module):
         return self.encoder(x, src_key_padding_mask=padded)
 
 
-def test_an_encoder_that_skips_padding_in_evaluation_is_captured_for_training_or_without_that(
-    tmp_path: Path,
-) -> None:
+def test_an_encoder_that_skips_padding_in_evaluation_is_refused(tmp_path: Path) -> None:
     padded = torch.zeros(WORDS.shape[:2], dtype=torch.bool)
     padded[:, -2:] = True
     inputs = {"x": WORDS, "padded": padded}
-    with pytest.raises(
-        CaptureError, match=r"Pads\.forward at .* skips the masked positions"
-    ) as told:
+    with pytest.raises(CaptureError, match=r"Pads\.forward at .* skips the masked positions"):
         capture(Pads(), inputs)
-    assert "enable_nested_tensor=False" in told.value.cure and "--mode train" in told.value.cure
-    assert capture(Pads(), inputs, mode="train").modes == (True,)
     model = Pads(enable_nested_tensor=False)
     pipe = cut(model, inputs, tmp_path)
     for training in (True, False):
