@@ -2,15 +2,13 @@
 
 Names are those of the original, so that parameters keep theirs. A list of which a stage holds
 only some items becomes an nn.ModuleDict with the numbers of the items as keys; any other container
-of which the stage uses only parts becomes a small class without a forward. Many equal neighbors in
-a container become a comprehension.
+of which the stage uses only parts becomes a small class without a forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -25,71 +23,7 @@ from .canonical import Canonical, MemberTensor, NumberPlace
 from .classes import Classes, ModuleClass, PartialClasses
 from .constants import write_constant
 from .items import Conflict
-from .layout import Code, bracket, call, is_name, is_number, lay_out, named, prefixed, quoted
-
-_MANY = 3
-_SHORT = 30  # so that a comprehension fits on a line
-
-
-def _runs(children: Sequence[tuple[str, Code]]) -> list[list[tuple[str, Code]]]:
-    """Groups neighbors with equal expressions and consecutive numbers, if they are many; leaves
-    others alone."""
-    runs: list[list[tuple[str, Code]]] = []
-    for (text, first), group in groupby(enumerate(children), key=_alike):
-        run = [child for _, child in group]
-        is_many = len(run) >= _MANY or len(run) == len(children) > 1
-        if is_many and len(text) < _SHORT and first is not None:
-            runs.append(run)
-        else:
-            runs += [[child] for child in run]
-    return runs
-
-
-def _alike(placed: tuple[int, tuple[str, Code]]) -> tuple[str, int | None]:
-    """The expression of a child, and its number minus its position; None for a name."""
-    place, (name, code) = placed
-    return code.flat, int(name) - place if is_number(name) else None
-
-
-def listing(head: str, items: Sequence[Code]) -> Code:
-    """`nn.ModuleList([Block() for _ in range(4)])`, from the head and the expressions."""
-    runs = _runs([(str(index), code) for index, code in enumerate(items)])
-    entries = []
-    for run in runs:
-        code = run[0][1]
-        repeated = f"{code.flat} for _ in range({len(run)})"
-        if len(runs) == 1 and len(run) > 1:
-            return Code(f"{head}{repeated}])")
-        entries.append(Code(f"*({repeated})") if len(run) > 1 else code)
-    return _nested(head, tuple(entries), "])")
-
-
-def mapping(head: str, children: Sequence[tuple[str, Code]]) -> Code:
-    """`nn.ModuleDict({"4": Block()})`, from the head and the keys with their expressions."""
-    runs = _runs(children)
-    entries = []
-    for run in runs:
-        first, last = int(run[0][0]) if len(run) > 1 else 0, run[-1][0]
-        repeated = f"{{str(index): {run[0][1].flat} for index in range({first}, "
-        repeated += f"{int(last) + 1})}}" if len(run) > 1 else ""
-        if len(runs) == 1 and len(run) > 1:
-            inside = repeated.removeprefix("{").removesuffix("}")
-            return bracket(head.removesuffix("{"), (_braced(inside),), ")")
-        if len(run) > 1:
-            entries.append(Code(f"**{repeated}"))
-        else:
-            entries.append(prefixed(f"{quoted(run[0][0])}: ", run[0][1]))
-    return _nested(head, tuple(entries), "})")
-
-
-def _braced(inside: str) -> Code:
-    return Code(f"{{{inside}}}")
-
-
-def _nested(head: str, items: tuple[Code, ...], tail: str) -> Code:
-    """A literal as the only argument of a call: formatters explode the call first."""
-    outer, inner = head[:-1], head[-1]
-    return bracket(outer, (bracket(inner, items, tail[0]),), tail[1])
+from .layout import Code, bracket, call, is_name, lay_out, listing, mapping, named, prefixed, quoted
 
 
 @dataclass(slots=True)
@@ -150,6 +84,9 @@ class Scope:
         start = len(self._base) + 1 if self._base else 0
         return path[start:].split(".")
 
+    def _path(self, names: Sequence[str]) -> str:
+        return ".".join([self._base, *names] if self._base else names)
+
     def _place(self, path: str) -> Member:
         member = self._root
         for name in self._relative(path):
@@ -180,9 +117,7 @@ class Scope:
             text = (handles or {}).get(member.path, text)
             if member.instance is not None:
                 scope = self._scopes[member.instance]
-                rest = ".".join(names[position:])
-                inner = f"{scope._base}.{rest}" if scope._base else rest
-                return text + scope.access(inner).removeprefix("self")
+                return text + scope.access(scope._path(names[position:])).removeprefix("self")
             if member.leaf is not None:
                 return _within(text, names[position:])
             if name not in member.children:
@@ -251,13 +186,24 @@ class Scope:
         kind = "submodule" if tensor is None else "parameter" if tensor.is_parameter else "buffer"
         return f".{name}" if is_name(name) else f".get_{kind}({quoted(name)})"
 
+    def _member(self, path: str) -> Member:
+        """The member that the original calls `path`, which the class of an instance may hold."""
+        member = self._root
+        names = self._relative(path)
+        for position, name in enumerate(names):
+            if member.instance is not None:
+                scope = self._scopes[member.instance]
+                return scope._member(scope._path(names[position:]))
+            if name not in member.children:
+                raise Conflict([member.path])
+            member = member.children[name]
+        return member
+
     def iterate(self, paths: Sequence[str], text: str) -> tuple[str, str]:
         """`(iterable, item)` for a loop over siblings in the list `text`: the item is empty if
         the iterable gives the modules themselves, else it is their expression by `index`."""
         parent = paths[0].rpartition(".")[0]
-        member = self._root
-        for name in self._relative(parent):
-            member = member.children[name]
+        member = self._member(parent)
         first, last = (int(path.rpartition(".")[2]) for path in (paths[0], paths[-1]))
         if self._kind(member) == "list":
             if len(paths) == len(member.children):

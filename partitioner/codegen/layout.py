@@ -3,7 +3,8 @@
 An expression that fits in 88 columns stands on one line. A longer one is exploded at its outermost
 bracket, one item a line, each with a trailing comma: formatters keep such a literal exploded at
 every width, so that the text is stable at 88, 100 and 120 columns. Binary operators get only the
-parentheses that they need, and imports the order of import sorters.
+parentheses that they need, and imports the order of import sorters. Many equal neighbors in a list
+or dict become a comprehension.
 
 Texts that others chose, such as the names of modules, enter a file only through the functions
 here: as a string, as a part of a docstring or comment, or as a name after a check that it is valid.
@@ -17,6 +18,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeGuard
 
 from ...runtime import tensor_parallel
@@ -229,3 +231,68 @@ def infix(symbol: str, binds: int, left: Code, right: Code) -> Code:
 def _is_simple(code: Code) -> bool:
     """Returns whether formatters write no spaces around a `**` next to it."""
     return code.flat.removeprefix("-").replace(".", "").replace("_", "").isalnum()
+
+
+_MANY = 3
+_WIDTH_REPEATED = 30  # so that a comprehension fits on a line
+
+
+def _runs(children: Sequence[tuple[str, Code]]) -> list[list[tuple[str, Code]]]:
+    """Groups neighbors with equal expressions and consecutive numbers, if they are many; leaves
+    others alone."""
+    runs: list[list[tuple[str, Code]]] = []
+    for (text, first), group in groupby(enumerate(children), key=_alike):
+        run = [child for _, child in group]
+        is_many = len(run) >= _MANY or len(run) == len(children) > 1
+        if is_many and len(text) < _WIDTH_REPEATED and first is not None:
+            runs.append(run)
+        else:
+            runs += [[child] for child in run]
+    return runs
+
+
+def _alike(placed: tuple[int, tuple[str, Code]]) -> tuple[str, int | None]:
+    """The expression of a child, and its number minus its position; None for a name."""
+    place, (name, code) = placed
+    return code.flat, int(name) - place if is_number(name) else None
+
+
+def listing(head: str, items: Sequence[Code]) -> Code:
+    """`nn.ModuleList([Block() for _ in range(4)])`, from the head and the expressions."""
+    runs = _runs([(str(index), code) for index, code in enumerate(items)])
+    entries = []
+    for run in runs:
+        code = run[0][1]
+        repeated = f"{code.flat} for _ in range({len(run)})"
+        if len(runs) == 1 and len(run) > 1:
+            return Code(f"{head}{repeated}])")
+        entries.append(Code(f"*({repeated})") if len(run) > 1 else code)
+    return _nested(head, tuple(entries), "])")
+
+
+def mapping(head: str, children: Sequence[tuple[str, Code]]) -> Code:
+    """`nn.ModuleDict({"4": Block()})`, from the head and the keys with their expressions."""
+    runs = _runs(children)
+    entries = []
+    for run in runs:
+        first, last = int(run[0][0]) if len(run) > 1 else 0, run[-1][0]
+        repeated = f"{{str(index): {run[0][1].flat} for index in range({first}, "
+        repeated += f"{int(last) + 1})}}" if len(run) > 1 else ""
+        if len(runs) == 1 and len(run) > 1:
+            inside = repeated.removeprefix("{").removesuffix("}")
+            return bracket(head.removesuffix("{"), (_braced(inside),), ")")
+        if len(run) > 1:
+            entries.append(Code(f"**{repeated}"))
+        else:
+            entries.append(prefixed(f"{quoted(run[0][0])}: ", run[0][1]))
+    return _nested(head, tuple(entries), "})")
+
+
+def _braced(inside: str) -> Code:
+    return Code(f"{{{inside}}}")
+
+
+def _nested(head: str, items: tuple[Code, ...], tail: str) -> Code:
+    """A literal as the only argument of a call: formatters explode the call first."""
+    outer, inner = head[:-1], head[-1]
+    return bracket(outer, (bracket(inner, items, tail[0]),), tail[1])

@@ -309,6 +309,46 @@ def test_an_encoder_that_skips_padding_in_evaluation_is_refused(tmp_path: Path) 
         torch.testing.assert_close(pipe(**inputs), model(**inputs), rtol=1e-5, atol=1e-6)
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.relu(self.up(x))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class Repeats(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.head = Stack(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.stack(x)
+        return self.head(x)
+
+
+def test_a_stage_calls_a_module_and_loops_over_its_layers_where_it_has_only_those_of_a_call(
+    tmp_path: Path,
+) -> None:
+    assert_same(Repeats(), {"x": X}, tmp_path, 4)
+    written = (tmp_path / "cut/stage_0.py").read_text()
+    assert "self.stack(" in written and "for layer in self.stack.layers:" in written
+
+
 # Containers and attributes
 
 
