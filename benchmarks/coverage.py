@@ -62,6 +62,7 @@ TASKS = {
 STAGES = (2, 4)
 PEER = "pipelining"
 COLUMNS = (*(f"{stages} stages" for stages in STAGES), PEER)
+SLOW_S = 20
 OUTCOMES = ("exact", "refused", "wrong")
 
 
@@ -77,10 +78,12 @@ def examine(device: str, case: tuple[str, str]) -> dict[str, Any]:
     except (Exception, TooLong) as error:
         return {"reason": sentence(error)}
     row: dict[str, Any] = {"attempt": recipe.attempt}
+    partition_s: list[float] = []
     for stages in STAGES:
-        row[f"{stages} stages"] = outcome(cut, recipe, stages, device)
+        row[f"{stages} stages"] = outcome(cut, recipe, stages, device, partition_s)
     row[PEER] = outcome(peer, recipe)
-    return row | {"cpu_s": round(time.process_time() - started, 1)}
+    spent_s = round(time.process_time() - started, 1)
+    return row | {"partition_cpu_s": max(partition_s, default=None), "cpu_s": spent_s}
 
 
 def outcome(check: Callable[..., None], *arguments: Any) -> str:
@@ -95,20 +98,25 @@ def outcome(check: Callable[..., None], *arguments: Any) -> str:
     return "exact"
 
 
-def cut(recipe: Recipe, stages: int, device: str) -> None:
+def cut(recipe: Recipe, stages: int, device: str, partition_s: list[float]) -> None:
+    """Compares the cut with the original; appends the CPU seconds that `partition` takes."""
+
     def on_device(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.to(device) for name, value in inputs.items()}
 
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "made"
+        model = recipe.build().to(device).train()
+        started = time.process_time()
         asyncpipe.partition(
-            recipe.build().to(device).train(),
+            model,
             on_device(recipe.inputs()),
             stages=stages,
             output=folder,
             profile="analytic",
             save_weights=False,
         )
+        partition_s.append(round(time.process_time() - started, 1))
         plan = read_plan(folder)
         for sizes in (plan.sizes, None):  # None: others that the model takes
             model = recipe.build().to(device).train()
@@ -189,6 +197,9 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for column in COLUMNS[:-1]:
         reasons = [f"{row['task']} {row['class']} {row[column]}" for row in trained]
         _list(f"Not exact at {column}", [text for text in reasons if not text.endswith(" exact")])
+    slow = [row for row in trained if (row.get("partition_cpu_s") or 0) > SLOW_S]
+    slow_lines = [f"{row['task']} {row['class']}: {row['partition_cpu_s']} s" for row in slow]
+    _list(f"A partition takes more than {SLOW_S} s of CPU time", slow_lines)
     untrained = [row for row in rows if "reason" in row]
     reasons = [f"{row['task']} {row['class']}: {row['reason']}" for row in untrained]
     _list("Does not build or train by itself", reasons)
