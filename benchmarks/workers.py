@@ -104,6 +104,7 @@ def _kill(worker: _Worker, limit_s: float) -> Died:
     worker.process.join(timeout=1.0)
     if worker.process.exitcode is None:
         worker.process.kill()
+        worker.process.join()
         return Died(f"took over {limit_s:.0f} s and was stopped")
     code = worker.process.exitcode
     return Died(f"ended its process ({f'signal {-code}' if code < 0 else f'exit status {code}'})")
