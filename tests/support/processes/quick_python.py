@@ -217,8 +217,11 @@ def _accept(listener: socket.socket, running: dict[int, _Running]) -> list[str] 
     content = _read(connection, int.from_bytes(length, "little"))
     process = os.fork() if content else 0
     if content and process == 0:
-        for descriptor in (listener.detach(), connection.detach(), *running):
-            os.close(descriptor)
+        others = {*running.values()}
+        for used in (listener, connection, *(one.connection for one in others)):
+            os.close(used.detach())  # else it would be closed later, when the number is another's
+        for one in others:
+            os.close(one.handle)
         call = json.loads(content)
         _settle(call, received)
         return call["arguments"]
