@@ -257,15 +257,14 @@ def averaging(module: nn.Module) -> Iterator[None]:
 
 def refusal(func: Any, given: Sequence[Any]) -> tuple[str, str] | None:
     """What a call does that no graph can hold, and the cure."""
-    if any(
-        isinstance(one, torch.Generator) and one is not torch.default_generator for one in given
-    ):
+    generators = (value for value in given if isinstance(value, torch.Generator))
+    if any(generator is not torch.default_generator for generator in generators):
         return _OWN_GENERATOR
     name = getattr(func, "__name__", "")
     if name == "__set__" and func.__self__.__name__ in ("data", "grad"):
-        name = "assignment"
-    elif func is torch.autograd.grad:
-        name = "gradient"
+        return _ASSIGNMENT
+    if func is torch.autograd.grad:
+        return _GRADIENT
     return _REFUSED.get(name)
 
 
@@ -279,12 +278,12 @@ _OWN_GENERATOR = (
     "Use torch's default generator: leave out generator=...; its state follows from --seed for "
     "each micro-batch.",
 )
+_ASSIGNMENT = (
+    "assigns the data or the gradient of a tensor, which a graph cannot hold.",
+    "Compute a new tensor instead, or copy into this one: x.copy_(y).",
+)
+_GRADIENT = ("computes a gradient inside forward.", _AS_A_NODE)
 _REFUSED = {
-    "assignment": (
-        "assigns the data or the gradient of a tensor, which a graph cannot hold.",
-        "Compute a new tensor instead, or copy into this one: x.copy_(y).",
-    ),
-    "gradient": ("computes a gradient inside forward.", _AS_A_NODE),
     "backward": ("calls backward inside forward.", _AS_A_NODE),
     "register_hook": _HOOK,
     "register_post_accumulate_grad_hook": _HOOK,

@@ -309,6 +309,21 @@ def test_an_encoder_that_skips_padding_in_evaluation_is_refused(tmp_path: Path) 
         torch.testing.assert_close(pipe(**inputs), model(**inputs), rtol=1e-5, atol=1e-6)
 
 
+class Differs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.gradient(self.first(x), dim=1)[0])
+
+
+def test_finite_differences_are_not_taken_for_gradients(tmp_path: Path) -> None:
+    model = Differs()
+    pipe = cut(model, {"x": X}, tmp_path, batch_dim=None)
+    torch.testing.assert_close(pipe(X), model(X))
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
