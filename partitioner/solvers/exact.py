@@ -129,13 +129,16 @@ def _by_program(
     stage_of, limit_ms = _best_of(problem, starts, stage_of, limit_ms)
     bound_ms = min(bound_around_ms(problem, bound_ms, limit_ms), limit_ms)
     is_far = limit_ms > bound_ms * (1 + _NEAR)
+    is_small = len(problem.costs.groups) * problem.stages <= milp.FEW_VARIABLES
     if is_far:
-        moved = (_moved_and_cut(problem, start) for start in starts if start is not None)
+        # A small program finds what the other starts would.
+        improvable = [stage_of] if is_small else starts
+        moved = (_moved_and_cut(problem, start) for start in improvable if start is not None)
         stage_of, limit_ms = _best_of(problem, moved, stage_of, limit_ms)
     reduced = reduce(problem, limit_ms, join_idle=False)
-    if is_far:
-        bound_ms = _relaxed_bound_ms(reduced.problem, bound_ms, limit_ms)
     size = len(reduced.problem.costs.groups) * problem.stages
+    if is_far and not is_small:
+        bound_ms = _relaxed_bound_ms(reduced.problem, bound_ms, limit_ms)
     if size > _MOST_VARIABLES or limit_ms <= bound_ms * (1 + milp.GAP):
         return stage_of, bound_ms
     known = None

@@ -31,6 +31,7 @@ from .bounds import backwards, ratios, sum_over_reached
 
 SECONDS = 30.0
 GAP = 1e-4
+FEW_VARIABLES = 6_000  # the program is mostly solved within seconds
 _ROUNDING = 1e-9
 
 
@@ -54,12 +55,16 @@ def improve(
     proved within `gap` of the optimum or the time is over.
     """
     program = _program(problem, limit_ms / problem.setting.rounds)
+    is_small = len(problem.costs.groups) * problem.stages <= FEW_VARIABLES
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
     for option, value in {
         "output_flag": False,
         "threads": 1,
         "time_limit": float(seconds),
         "mip_rel_gap": gap,
+        # Searches around the relaxation's plan: branching finds it sooner in a small program.
+        "mip_heuristic_run_rens": not is_small,
+        "mip_heuristic_run_rins": not is_small,
     }.items():
         solver.setOptionValue(option, value)
     solver.passModel(program.model())

@@ -297,6 +297,7 @@ def without_time(problem, stage_of, limit_ms, **_):
 
 
 def test_the_order_that_moves_lead_to_is_cut_again(monkeypatch):
+    monkeypatch.setattr(milp, "FEW_VARIABLES", 0)
     monkeypatch.setattr(milp, "improve", without_time)
     problem = problem_of(branches(3, 3, whole=5), 4, Link(0.01, 1e6))
     given = exact._best_of_order(problem)
@@ -327,6 +328,7 @@ def encoder_and_decoder(layers: int) -> nx.DiGraph:
 
 
 def test_groups_that_may_be_almost_anywhere_are_counted_in_a_bound(monkeypatch):
+    monkeypatch.setattr(milp, "FEW_VARIABLES", 0)
     monkeypatch.setattr(milp, "improve", without_time)
     problem = problem_of(encoder_and_decoder(16), 4, Link(bytes_per_s=1e6))
     assert find_downsets(problem.costs, problem.least_work_ms, EVERYWHERE, most=10**5) is None
