@@ -1,9 +1,8 @@
 """A model that the tracer cannot see through -> torch's own graph of it, made by TorchDynamo.
 
-Dynamo reads byte code where the tracer runs it, and therefore understands `torch.jit.script`,
-`vmap` and NumPy. `torch_graph` replaces every module's forward for the time of the export: the
-forward of a leaf becomes one call of the graph, that of any other module marks its begin and end,
-with values.
+Dynamo reads byte code where the tracer runs it, and therefore understands `torch.jit.script` and
+NumPy. `torch_graph` replaces every module's forward for the time of the export: the forward of a
+leaf becomes one call of the graph, that of any other module marks its begin and end, with values.
 
 `undisturbed` removes Dynamo's obstacles for a block, and cleans up after it: locks, log lines and
 warnings become no-ops, and a user's autograd function stays one call of the graph.

@@ -6,6 +6,7 @@ calls, sizes as symbols, changes in place, regions. Only names and lines come fr
 `Transforms` handles nodes inside `vmap` or `grad` of torch.func. There a tensor is a wrapper (a
 vmapped row stands for the whole batch), and only the operators one level below see real tensors.
 These operators are recorded and called again as torch functions, for the tracer.
+`traced_transforms` does the same for a forward that runs under the tracer itself.
 """
 
 from __future__ import annotations
@@ -14,19 +15,24 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from itertools import takewhile
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, autograd, fx, nn
+from torch._functorch import eager_transforms, vmap
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...runtime.errors import CaptureError
 from .arguments import map_leaves, map_result, tensors_in
 from .dynamo import TorchGraph
 from .fake_inputs import FakeWorld
+from .patches import replaced
 from .source_lines import SourceLine, is_good_name, short_name, user_lines
 from .tracer import Tracer
 from .values import AUGMENTED
@@ -260,7 +266,7 @@ class Transforms:
         if not self._depth and not opens:
             return False
         self._depth += opens
-        with self._tracer.quiet(), self._operators:
+        with _lowered(self._tracer, self._operators):
             if node.op == "call_method":
                 values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             elif node.op == "call_function" and callable(node.target):
@@ -269,47 +275,91 @@ class Transforms:
                 raise CaptureError(f"{node.target} is used inside a transform of torch.func.")
         self._depth -= name.endswith("_decrement_nesting")
         if not self._depth:
-            known = self._operators.again()
+            self._operators.again()
             for source, value in list(values.items()):
-                values[source] = map_leaves(
-                    lambda leaf: known.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf,
-                    value,
-                )
-            self._operators = _Operators()
+                values[source] = map_leaves(self._operators.now, value)
         return True
 
 
+@contextmanager
+def _lowered(tracer: Tracer, operators: _Operators) -> Iterator[None]:
+    """Records operators in place of torch functions, of which the tracer has short cuts."""
+    with tracer.quiet(), torch._C.DisableTorchFunction(), operators:
+        yield
+
+
+_TRANSFORMS = (
+    (vmap, "_flat_vmap"),
+    (eager_transforms, "grad_and_value_impl"),
+    (eager_transforms, "_jvp_with_argnums"),
+    (eager_transforms, "_vjp_with_argnums"),
+)
+
+
+@contextmanager
+def traced_transforms(tracer: Tracer) -> Iterator[None]:
+    """Records what the transforms of torch.func compute within the block."""
+    operators = _Operators()
+
+    def traced(transform: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not tracer.is_recording:
+                return transform(*args, **kwargs)
+            with _lowered(tracer, operators):
+                result = transform(*args, **kwargs)
+            operators.again()
+            return pytree.tree_map(outside, result)
+
+        return call
+
+    def outside(leaf: Any) -> Any:
+        # vjp returns a function, which computes with tensors of the transform.
+        return traced(leaf) if isinstance(leaf, FunctionType) else operators.now(leaf)
+
+    with ExitStack() as stack:
+        for module, name in _TRANSFORMS:
+            stack.enter_context(replaced(module, **{name: traced(getattr(module, name))}))
+        stack.enter_context(replaced(autograd.function, custom_function_call=_refuse_function))
+        yield
+
+
+def _refuse_function(function: type[autograd.Function], *_: Any, **__: Any) -> None:
+    raise CaptureError(
+        f"{function.__qualname__} is an autograd function inside a transform of torch.func, where "
+        "only its forward can be seen.",
+        "Call it on the whole batch, outside of the transform.",
+    )
+
+
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operators that run within the mode."""
+    """Records the operators that run within the mode, and calls them again."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._calls: list[tuple[Any, Any, Any, Any, bool]] = []
+        self._again: dict[int, tuple[Any, Any]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._calls.append((func, args, kwargs or {}, result))
+        if func.namespace != "prim":  # questions about a tensor
+            self._calls.append((func, args, kwargs or {}, result, torch.is_grad_enabled()))
         return result
 
-    def again(self) -> dict[int, Any]:
-        """Calls every operator again as a torch function; the new tensors by the `id` of the old
-        ones."""
-        known: dict[int, Any] = {}
+    def now(self, leaf: Any) -> Any:
+        """The tensor of the second call, for one of the first; any other value unchanged."""
+        return self._again.get(id(leaf), (leaf, leaf))[1]
 
-        def current(leaf: Any) -> Any:
-            return known.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
-
-        for func, args, kwargs, old in self._calls:
-            options = map_leaves(current, _written(kwargs))
-            result = spelled(func)(*map_leaves(current, args), **options)
-            if isinstance(old, Tensor):
-                known[id(old)] = result
-                continue
-            for before, after in zip(tensors_in(old), tensors_in(result), strict=True):
-                known[id(before)] = after
-        return known
+    def again(self) -> None:
+        """Calls every new operator again as a torch function."""
+        for func, args, kwargs, old, has_gradients in self._calls:
+            options = map_leaves(self.now, _written(kwargs))
+            with torch.set_grad_enabled(has_gradients):
+                new = spelled(func)(*map_leaves(self.now, args), **options)
+            for before, after in zip(tensors_in(old), tensors_in(new), strict=True):
+                self._again[id(before)] = before, after
+        self._calls.clear()
 
 
 def spelled(func: Any) -> Callable[..., Any]:
@@ -375,6 +425,7 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 _NAMES: Mapping[str, Callable[..., Any]] = {
     "_to_copy": _to,
     "alias": _same,
+    "_efficientzerotensor": torch.zeros,
     "index": _index,
     "_unsafe_view": Tensor.view,
     "linalg_vector_norm": _norm,

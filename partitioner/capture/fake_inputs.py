@@ -116,13 +116,12 @@ class _NamedSizes(ShapeEnv):
         if frames:
             line = frames[0].f_lineno
             where = f"{place(frames[0], line)}, {source_text(frames[0], line)!r},"
-        return PinnedSizeError(
-            name,
-            where,
-            value,
-            "Write it for the whole tensor: sizes as x.shape[0], without int(), range(), tolist() "
-            "or a loop over samples.",
+        cure = (
+            "sizes as x.shape[0], without int(), range(), tolist() or a loop over samples."
+            if torch._C._functorch.peek_interpreter_stack() is None
+            else "torch.vmap asks for sizes as numbers here."
         )
+        return PinnedSizeError(name, where, value, f"Write it for the whole tensor: {cure}")
 
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ from .arguments import Arguments, plain_structure, verify_result
 from .bindings import renamed
 from .check import check_capture
 from .dynamo import pinned, torch_graph
-from .dynamo_lowering import replay
+from .dynamo_lowering import replay, traced_transforms
 from .fake_inputs import Dynamic, FakeWorld, RandomDecisionError, explained
 from .graph import Capture, prune, tensor_spec
 from .leaf_modules import FailedTrace, LeafRule
@@ -353,6 +353,7 @@ def trace_forward(
                 watched_draws(tracer, model),
                 watched_gradients(tracer, model),
                 watched_seeds(tracer),
+                traced_transforms(tracer),
                 _without_opt_einsum(),
                 enable_python_dispatcher(),
                 world.mode,

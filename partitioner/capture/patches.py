@@ -100,7 +100,7 @@ def patched(
 
 
 @contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Replaces attributes of a class or module for the block."""
     before = {name: getattr(owner, name) for name in values}
     try:
@@ -127,8 +127,8 @@ def _patched_functions(
         if is_fake is not None:
             asks["is_fake_tensor"] = lambda value: is_fake(value) and not recorder.is_known(value)
         with (
-            _replaced(builtins, all=_all, any=_any),
-            _replaced(F, scaled_dot_product_attention=_attention),
+            replaced(builtins, all=_all, any=_any),
+            replaced(F, scaled_dot_product_attention=_attention),
         ):
             yield
     finally:
@@ -156,7 +156,7 @@ def _patched_modules(recorder: PatchRecorder) -> Iterator[None]:
         # `self.router.to(self.dtype)` in forward is a way to be sure of a dtype.
         return module if _is_already(module, *args, **kwargs) else move(module, *args, **kwargs)
 
-    with _replaced(nn.Module, __call__=call, __setattr__=assign, to=to):
+    with replaced(nn.Module, __call__=call, __setattr__=assign, to=to):
         yield
 
 
@@ -180,7 +180,7 @@ def _patched_calls(recorder: PatchRecorder) -> Iterator[None]:
 
     try:
         _Super.apply = classmethod(apply)
-        with _replaced(checkpointing, _checkpoint_without_reentrant_generator=checkpoint):
+        with replaced(checkpointing, _checkpoint_without_reentrant_generator=checkpoint):
             yield
     finally:
         del _Super.apply
@@ -208,7 +208,7 @@ def _patched_autocast(recorder: PatchRecorder) -> Iterator[None]:
         recorder.regions.pop()
         return exit_autocast(region, *exception)
 
-    with _replaced(autocast, __enter__=enter, __exit__=leave):
+    with replaced(autocast, __enter__=enter, __exit__=leave):
         yield
 
 
@@ -237,8 +237,8 @@ def _patched_grad_modes(recorder: PatchRecorder) -> Iterator[None]:
         torch.set_grad_enabled(grad_before.pop())
 
     with (
-        _replaced(torch.enable_grad, __enter__=enter_enable_grad, __exit__=leave_enable_grad),
-        _replaced(
+        replaced(torch.enable_grad, __enter__=enter_enable_grad, __exit__=leave_enable_grad),
+        replaced(
             torch.inference_mode, __enter__=enter_inference_mode, __exit__=leave_inference_mode
         ),
     ):

@@ -54,7 +54,7 @@ def test_stages_equal_the_model(kind: type[nn.Module], written: str, tmp_path: P
     assert written in cut(model, inputs, tmp_path / "2p", capture="dynamo")
 
 
-@pytest.mark.parametrize("kind", [unseen.Script, unseen.Vmap, unseen.NumpyMask])
+@pytest.mark.parametrize("kind", [unseen.Script, unseen.NumpyMask])
 def test_the_fallback_is_chosen_and_says_so(kind: type[nn.Module], tmp_path: Path) -> None:
     model, inputs = unseen.example(kind)
     text = cut(model, inputs, tmp_path / "2p")
