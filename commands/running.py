@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import traceback
 from dataclasses import replace
@@ -136,6 +138,8 @@ def _unexpected(error: Exception) -> tuple[str, str]:
     """The message and the cure for an unexpected exception."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {(error.strerror or str(error)).lower()}.", ""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the output cannot be written: {os.strerror(error.errno).lower()}.", ""
     text = " ".join(str(error).split())
     message = f"{type(error).__name__}{': ' if text else ''}{text[:500]}"
     if is_out_of_memory(error):

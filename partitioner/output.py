@@ -120,7 +120,7 @@ def write_folder(
     """Writes `files` and weights to a temporary folder, calls `check`, and moves the folder.
 
     Another thread writes the weights while `check` reads the files. After any exception no
-    temporary files are left, and `folder` is unchanged.
+    temporary files are left, and `folder` is unchanged. Raises DiskError where the disk is full.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -143,6 +143,12 @@ def write_folder(
             shutil.rmtree(old)
         else:
             aside.rename(folder)
+    except Exception as error:
+        from ..runtime.distributed.failure import disk_error
+
+        if disk := disk_error(error, folder):
+            raise disk from error
+        raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

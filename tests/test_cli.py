@@ -209,6 +209,23 @@ def test_e7_a_folder_with_foreign_files_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
+def test_a_full_disk_is_named_and_nothing_is_left_on_it(tmp_path: Path) -> None:
+    command = [str(SCRIPTS / "asyncpipe-partition"), *MLP, "--stages", "2", "--output", "here"]
+    # The texts fit into files of 120 KiB, the weights do not.
+    limited = ["bash", "-c", 'ulimit -f 120; exec "$@"', "bash", *command]
+    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True)
+    assert error(done).startswith("error: here cannot be written: file too large (")
+    assert not list(tmp_path.iterdir())
+
+
+def test_output_to_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        command = [bin_folder() / "asyncpipe-info"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "error: the output cannot be written: no space left on device.\n"
+
+
 def test_a_stage_edited_by_hand_is_used_and_not_overwritten(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "generated_models", tmp_path / "generated_models")
     stage = tmp_path / "generated_models/residual_mlp_2p/stage_1.py"

@@ -312,9 +312,10 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ERRORS = frozenset(
     (
-        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
+        *(*_FULL, errno.EROFS, errno.EIO),
         *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ESTALE),
     )
 )
@@ -334,10 +335,11 @@ def disk_error(error: BaseException, folder: Path) -> DiskError | None:
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno in _ERRORS:
             path = Path(cause.filename) if isinstance(cause.filename, str) else folder
-            if cause.errno in (errno.ENOSPC, errno.EDQUOT) or _is_below(path, folder):
+            if cause.errno in _FULL or _is_below(path, folder):
                 return _cannot_write(path, os.strerror(cause.errno or 0))
-        elif os.strerror(errno.ENOSPC) in str(cause):
-            return _cannot_write(folder, os.strerror(errno.ENOSPC))
+        for number in _FULL:
+            if os.strerror(number) in str(cause):
+                return _cannot_write(folder, os.strerror(number))
     return None
 
 
