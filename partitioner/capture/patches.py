@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpointing
 
 from ...runtime.errors import CaptureError
-from .source_lines import exchanged, is_user_file, place
+from .source_lines import exchanged, is_user_file, place, user_frames
 from .values import Recompute, Region
 
 # `Function.apply` ends in `super().apply`. The patch is on this class between it and C++, so that
@@ -340,7 +340,10 @@ def reentrant(
         return function(*args)
 
 
-_SETTING = {"manual_seed": "seeds", "seed": "seeds", "set_state": "sets the state of"}
+_REFUSED = {
+    "manual_seed": "seeds", "seed": "seeds", "set_state": "sets the state of",
+    "initial_seed": "reads the seed of",
+}  # fmt: skip
 
 
 class Recording(Protocol):
@@ -356,14 +359,11 @@ class _Watched:
         self._generator, self._recorder = generator, recorder
 
     def __getattr__(self, name: str) -> Any:
-        if name in _SETTING and self._recorder.is_recording:
-            frame = sys._getframe(1)
-            while frame.f_back and not is_user_file(frame.f_code.co_filename):
-                frame = frame.f_back
+        if name in _REFUSED and self._recorder.is_recording:
+            frame = next(iter(user_frames(None)), sys._getframe(1))
             raise CaptureError(
-                f"{place(frame, frame.f_lineno)} {_SETTING[name]} torch's random generator inside "
-                "forward (torch.manual_seed, torch.random.fork_rng), which one stage cannot do for "
-                "the others.",
+                f"{place(frame, frame.f_lineno)} {_REFUSED[name]} torch's random generator inside "
+                "forward, which one stage cannot do for the others.",
                 "Seed before the call of the model; keep constant numbers in a "
                 "buffer: self.register_buffer(name, tensor).",
             )

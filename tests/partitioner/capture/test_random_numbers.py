@@ -325,6 +325,11 @@ class Restores(Layers):
         return x
 
 
+class AsksSeed(Layers):
+    def changed(self, x: Tensor) -> Tensor:
+        return x * torch.initial_seed()
+
+
 class System(Layers):
     def changed(self, x: Tensor) -> Tensor:
         return x * random.SystemRandom().random()
@@ -340,6 +345,7 @@ class System(Layers):
         (Reference, r"through a stored reference"),
         (Seeds, r"Seeds.changed at .*:\d+ sets the generator"),
         (Restores, r"Restores.changed at .*:\d+ sets the state of torch's random generator"),
+        (AsksSeed, r"AsksSeed.changed at .*:\d+ reads the seed of torch's random generator"),
         (System, r"System.changed at .*:\d+ draws random numbers from the operating system"),
     ],
 )
