@@ -6,7 +6,9 @@
 to T: a limit without a plan is a proven bound, and the first limit with a plan gives the optimum.
 4. If there are too many downsets, moves of single groups improve the best cuts of several orders,
 the search over the downsets of a relaxation (`relaxed_freedom.py`) gives a bound, and a
-mixed-integer program with a time limit (`milp.py`) may improve both.
+mixed-integer program with a time limit (`milp.py`) may improve both. A program of few variables
+mostly finds the optimum and its proof: there moves improve the best cut alone, and the relaxation
+is left out.
 
 The bound holds for every plan in which no edge goes backwards. Among plans within `prefer_modules`
 of the optimum, the method returns the tidiest cut of one order, as `chain.py` does.
