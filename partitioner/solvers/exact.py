@@ -133,8 +133,9 @@ def _by_program(
     is_far = limit_ms > bound_ms * (1 + _NEAR)
     is_small = len(problem.costs.groups) * problem.stages <= milp.FEW_VARIABLES
     if is_far:
-        # A small program finds what the other starts would.
-        improvable = [stage_of] if is_small else starts
+        # A small program finds what the other starts would, if one plan fits into memory.
+        enough = is_small and _score_ms(problem, stage_of) < np.inf
+        improvable = [stage_of] if enough else starts
         moved = (_moved_and_cut(problem, start) for start in improvable if start is not None)
         stage_of, limit_ms = _best_of(problem, moved, stage_of, limit_ms)
     reduced = reduce(problem, limit_ms, join_idle=False)
