@@ -284,7 +284,12 @@ class Transforms:
 @contextmanager
 def _lowered(tracer: Tracer, operators: _Operators) -> Iterator[None]:
     """Records operators in place of torch functions, of which the tracer has short cuts."""
-    with tracer.quiet(), torch._C.DisableTorchFunction(), operators:
+    with (
+        tracer.quiet(),
+        tracer.sizes.in_transform(),
+        torch._C.DisableTorchFunction(),
+        operators,
+    ):
         yield
 
 
@@ -357,7 +362,9 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             options = map_leaves(self.now, _written(kwargs))
             with torch.set_grad_enabled(has_gradients):
                 new = spelled(func)(*map_leaves(self.now, args), **options)
-            for before, after in zip(tensors_in(old), tensors_in(new), strict=True):
+            # A number may stand for a single tensor.
+            pairs = zip(tensors_in(old), tensors_in(new), strict=True)
+            for before, after in [(old, new)] if isinstance(old, Tensor) else pairs:
                 self._again[id(before)] = before, after
         self._calls.clear()
 

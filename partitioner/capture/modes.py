@@ -118,7 +118,7 @@ class _ModeCapture:
                 (),
             )
         for other in ways.others.values():
-            ways.tracer.size_decisions.update(other.size_decisions)
+            ways.tracer.sizes.decisions.update(other.sizes.decisions)
         decisions = ways.tracer.decisions
         of_place: dict[int, int] = {}
         for place, condition in enumerate(decisions):
@@ -154,7 +154,7 @@ class _ModeCapture:
         inputs, dims = self._given.tensors, self._dims
         traces = (train, evaluation)
         notes = [note for trace in traces for note in trace.notes]
-        decisions, others = (list(trace.size_decisions.values()) for trace in traces)
+        decisions, others = (list(trace.sizes.decisions.values()) for trace in traces)
         hints = sizes_in(self._large.tensors, dims)
         notes += add_size_guards(graph, decisions, others, hints, self._runs)
         prune(graph)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from ...runtime.errors import CaptureError
 from .arguments import map_leaves, plain_structure, tensors_in
 from .fake_inputs import FakeWorld
 from .graph import call_node, is_external, must_fit
-from .source_lines import place, short_path, source_text, user_frames
+from .source_lines import is_user_file, place, short_path, source_text, user_frames
 from .values import LocalDevice, Region, Size
 
 Sizes = Mapping[str, int]
@@ -75,12 +76,14 @@ class SizeDecisions:
         self.decisions: dict[sympy.Basic, Decision] = {}
         self._world, self._top, self._is_recording = world, top, is_recording
         self._in_call: dict[sympy.Basic, None] | None = None
+        self.is_in_transform = False
         self._conditions: dict[tuple[sympy.Basic, sympy.Basic], sympy.Basic] = {}
 
     def note(self, expression: sympy.Basic, answer: sympy.Basic) -> None:
         """Records a question about sizes and its answer."""
         if self._in_call is None and not self._is_recording():
-            return  # A question of the tracer itself.
+            if not (self.is_in_transform and _is_asked_by_forward(self._top)):
+                return  # A question of the tracer itself.
         condition = self._conditions.get((expression, answer))
         if condition is None:
             condition = _condition(expression, answer).xreplace(self._world.env.named)
@@ -98,6 +101,15 @@ class SizeDecisions:
             yield self._in_call
         finally:
             self._in_call = before
+
+    @contextmanager
+    def in_transform(self) -> Iterator[None]:
+        """Keeps forward's own questions in a block that the tracer does not record."""
+        before, self.is_in_transform = self.is_in_transform, True
+        try:
+            yield
+        finally:
+            self.is_in_transform = before
 
     def of_forward(self, conditions: Iterable[sympy.Basic]) -> None:
         """Records the questions of a function that is not a node of the graph."""
@@ -190,6 +202,19 @@ class SizeDecisions:
             return int(known.evaluate(numbers) if isinstance(known, Size) else known)
 
         return tuple(map(number, sizes))
+
+
+def _is_asked_by_forward(top: FrameType) -> bool:
+    """True if forward itself asks the current question, and no function of torch for it."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame is not top:
+        if is_user_file(frame.f_code.co_filename):
+            return True
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.startswith("torch.") and not name.startswith("torch.fx.experimental."):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _condition(expression: sympy.Basic, answer: sympy.Basic) -> sympy.Basic:

@@ -68,7 +68,7 @@ class Tracer(TorchFunctionMode):
     regions: the open `with` blocks around the current call
     random: detects operators that draw random numbers
     graph, constants: the graph, and the constants that it reads
-    decisions, size_decisions: forward's decisions by random numbers and by sizes
+    decisions, sizes: forward's decisions by random numbers and by sizes
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Tracer(TorchFunctionMode):
         self._bindings.node_of_expression = self._readings.node
         self.is_known = self._readings.is_known
         world.env.decide = self._relation
-        self._sizes = SizeDecisions(world, self._top, lambda: self._recording)
+        self.sizes = SizeDecisions(world, self._top, lambda: self._recording)
         self._recording = True
         self._drew_numbers = False
         self._stack: list[ModuleCall] = []
@@ -111,10 +111,9 @@ class Tracer(TorchFunctionMode):
             self._paths.setdefault(id(module), path)
         self.graph, self.constants = self._bindings.graph, self._bindings.constants
         self.decisions = self._readings.decisions
-        self.size_decisions = self._sizes.decisions
 
     def __enter__(self) -> Tracer:
-        self._world.env.on_answer = self._sizes.note
+        self._world.env.on_answer = self.sizes.note
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -372,6 +371,11 @@ class Tracer(TorchFunctionMode):
         )
 
     def assign_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
+        if self.sizes.is_in_transform and id(module) in self._paths:
+            raise CaptureError(
+                f"{where(self._top)} assigns the buffer {name} inside a transform of torch.func.",
+                f"Assign it outside of the transform, or change it in place: self.{name}.copy_().",
+            )
         if self._recording and id(module) in self._paths:
             with self.quiet():
                 self._assigned.note(module, name, value, where(self._top))
@@ -398,13 +402,13 @@ class Tracer(TorchFunctionMode):
             given = [*tensors_in(args), *tensors_in(kwargs)]
             reached = [(tensor, tensor._version) for tensor in (*given, *own)]
             self.random.drawn = self._drew_numbers = False
-            with self._sizes.call() as conditions:
+            with self.sizes.call() as conditions:
                 value = run()
             changed = [tensor for tensor, version in reached if tensor._version != version]
             if sets_grad:
                 changed = given
             if not changed and next(tensors_in(value), None) is None:
-                self._sizes.of_forward(conditions)
+                self.sizes.of_forward(conditions)
                 return value
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not given:
                 # Made from other data, such as a NumPy array: a constant of the model.
@@ -426,7 +430,7 @@ class Tracer(TorchFunctionMode):
             )
             node.meta["draws_numbers"] = self._drew_numbers
             self._names.assign(node, value, frames)
-            self._sizes.of_node(conditions, node)
+            self.sizes.of_node(conditions, node)
         return value
 
     @contextmanager

@@ -35,11 +35,21 @@ def test_stages_equal_the_model(kind: type[nn.Module], written: str, tmp_path: P
     assert not any("Dynamo" in note for note in plan.notes)
 
 
-def test_an_own_backward_is_refused() -> None:
-    with pytest.raises(CaptureError, match="_Cube is an autograd function inside a transform"):
-        capture(transforms.OwnBackward(), {"x": torch.randn(6, 8)})
+def test_a_size_that_decides_inside_is_guarded(tmp_path: Path) -> None:
+    inputs = (torch.randn(6, 8),)
+    plan = partition(transforms.OfManyRows(), inputs, stages=2, output=tmp_path, profile="analytic")
+    text = "".join((tmp_path / stage.file).read_text() for stage in plan.stages)
+    assert "captured for batch <= 1000 (transforms.py:" in text
 
 
-def test_a_batch_size_as_a_number_is_refused_with_its_cause() -> None:
-    with pytest.raises(CaptureError, match="torch.vmap asks for sizes as numbers here"):
-        capture(transforms.NormOfRows(), {"x": torch.randn(6, 8)})
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (transforms.OwnBackward, "_Cube is an autograd function inside a transform"),
+        (transforms.NormOfRows, "torch.vmap asks for sizes as numbers here"),
+        (transforms.Counts, r"transforms.py:\d+ assigns the buffer calls inside a transform"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused(kind: type[nn.Module], message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(kind(), {"x": torch.randn(6, 8)})

@@ -133,3 +133,28 @@ class NormOfRows(_Two):
 
     def middle(self, x: Tensor, hidden: Tensor) -> Tensor:
         return vmap(lambda row: F.layer_norm(row, (WIDTH,)))(hidden)
+
+
+class OfManyRows(_Two):
+    """Another computation for large batches, decided inside of nested transforms."""
+
+    def middle(self, x: Tensor, hidden: Tensor) -> Tensor:
+        def scaled(number: Tensor) -> Tensor:
+            return number * (2 if hidden.shape[0] > 1000 else 1)
+
+        return vmap(vmap(scaled))(hidden)
+
+
+class Counts(_Two):
+    """A buffer that is assigned inside of a transform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def middle(self, x: Tensor, hidden: Tensor) -> Tensor:
+        def run(row: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return row * 2
+
+        return vmap(run)(hidden)
