@@ -230,11 +230,7 @@ def is_importable(kind: type) -> bool:
     return kind.__module__ != "__main__" and "<locals>" not in kind.__qualname__
 
 
-class _Unknown:
-    pass
-
-
-_UNKNOWN = _Unknown()
+_UNKNOWN = object()
 
 
 def _parameters(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -353,11 +349,14 @@ def _plain_beside(built: nn.Module, module: nn.Module) -> dict[str, Any]:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """Attributes that are plain values, or functions."""
+    """Attributes that are plain values, or functions, and properties with an argument's name."""
     plain = (bool, int, float, str, tuple, list, type(None))
+    arguments = inspect.signature(type(module)).parameters
+    kept = [name for name in arguments if isinstance(getattr(type(module), name, None), property)]
+    values = vars(module) | {name: getattr(module, name, None) for name in kept}
     return {
         name: value
-        for name, value in vars(module).items()
+        for name, value in values.items()
         if not name.startswith("_")
         and name != "training"
         and (isinstance(value, plain) or inspect.isroutine(value))

@@ -116,6 +116,23 @@ class Sized(nn.Module):
         return branches(self, x)
 
 
+class Halves(Sized):
+    """A property has the name of an argument and another value."""
+
+    def __init__(self, width: int, modes: int = 8) -> None:
+        super().__init__(width)
+        self.width, self._modes = width, modes // 2
+
+    @property
+    def modes(self) -> int:
+        return self._modes
+
+
+def test_a_module_is_not_built_with_what_a_property_has_made_of_an_argument() -> None:
+    error = refusal_of(nn.Sequential(Halves(4), nn.Linear(4, 4)), input=ONES)
+    assert "store the arguments of Halves.__init__ as attributes of their names" in error.cure
+
+
 def test_a_module_whose_arguments_are_lost_has_to_store_them_before_it_is_a_leaf() -> None:
     error = refusal_of(nn.Sequential(Sized(4), nn.Linear(4, 4)), input=ONES)
     assert "store the arguments of Sized.__init__ as attributes of their names" in error.cure
