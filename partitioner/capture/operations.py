@@ -116,19 +116,25 @@ def stand_in(func: Any) -> Callable[..., Any] | None:
     return _STAND_INS.get(func)
 
 
-def traced(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a tracer runs for `func`, only for the shape and dtype of its result."""
-    return _SHORT_CUTS.get(func) or stand_in(func) or func
+def traced(func: Callable[..., Any], arguments: Any) -> Callable[..., Any]:
+    """The function that a tracer runs for `func`, only for the shape and dtype of its result.
+
+    With arguments, `func` itself if no tensor among them lacks data: a module that reads values
+    needs those of its functions.
+    """
+    other = _SHORT_CUTS.get(func) or stand_in(func)
+    return other if other and (arguments is None or _lack_data(arguments)) else func
 
 
 def runnable(func: Callable[..., Any], arguments: Any) -> Callable[..., Any]:
     """The function to call for `func`: its stand-in, if there is one and a tensor among the
     arguments has no data."""
     other = stand_in(func)
-    without_data = other is not None and any(
-        tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors_in(arguments)
-    )
-    return other if other is not None and without_data else func
+    return other if other and _lack_data(arguments) else func
+
+
+def _lack_data(arguments: Any) -> bool:
+    return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors_in(arguments))
 
 
 def _like_grouped_mm(left: Tensor, right: Tensor, **kwargs: Any) -> Tensor:

@@ -181,7 +181,7 @@ class Tracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        run = traced(func)
+        run = traced(func, None if self._recording else (args, kwargs))
         if not self._recording:
             return run(*args, **kwargs)
         if refused := refusal(func, (*args, *kwargs.values())):

@@ -157,6 +157,27 @@ class Faulty(nn.Module):
         return x.no_such_method()
 
 
+class Checked(nn.Module):
+    """Ends with an error if its layer computes something else than a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = x @ self.linear.weight.T + self.linear.bias
+        result = self.linear(x)
+        if not torch.allclose(result, product, atol=1e-4):
+            raise ArithmeticError
+        return result
+
+
+def test_a_module_that_reads_its_values_runs_with_the_values_of_its_layers() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Checked(), nn.Linear(6, 6), nn.Tanh())
+    (note,) = capture(model, {"input": X}).notes
+    assert note.startswith("Checked is kept as one operation: ")
+
+
 def _longformer() -> tuple[nn.Module, dict[str, Any]]:
     from transformers import LongformerConfig, LongformerForMaskedLM
 
