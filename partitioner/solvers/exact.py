@@ -7,8 +7,7 @@ to T: a limit without a plan is a proven bound, and the first limit with a plan 
 4. If there are too many downsets, moves of single groups improve the best cuts of several orders,
 the search over the downsets of a relaxation (`relaxed_freedom.py`) gives a bound, and a
 mixed-integer program with a time limit (`milp.py`) may improve both. A program of few variables
-mostly finds the optimum and its proof: there moves improve the best cut alone, and the relaxation
-is left out.
+mostly finds the optimum and its proof: there moves improve the best cut alone.
 
 The bound holds for every plan in which no edge goes backwards. Among plans within `prefer_modules`
 of the optimum, the method returns the tidiest cut of one order, as `chain.py` does.
@@ -140,7 +139,7 @@ def _by_program(
         stage_of, limit_ms = _best_of(problem, moved, stage_of, limit_ms)
     reduced = reduce(problem, limit_ms, join_idle=False)
     size = len(reduced.problem.costs.groups) * problem.stages
-    if is_far and not is_small:
+    if is_far:
         bound_ms = _relaxed_bound_ms(reduced.problem, bound_ms, limit_ms)
     if size > _MOST_VARIABLES or limit_ms <= bound_ms * (1 + milp.GAP):
         return stage_of, bound_ms
