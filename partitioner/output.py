@@ -19,7 +19,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from ..runtime.errors import PlanError
+from ..runtime.errors import PlanError, disk_error
 from ..runtime.executor.loading import CONSTANTS
 from ..runtime.freezing import elastic
 from ..runtime.limits import ListOf, flag_of
@@ -144,8 +144,6 @@ def write_folder(
         else:
             aside.rename(folder)
     except Exception as error:
-        from ..runtime.distributed.failure import disk_error
-
         if disk := disk_error(error, folder):
             raise disk from error
         raise

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
+from .formatting import write_bytes
 from .process import Ended
 
 
@@ -109,3 +114,56 @@ def why_ended(error: BaseException) -> str:
             return f"it was asked to stop (exit code {leaving.code})"
         case unknown:
             return f"{type(unknown).__name__}: {unknown}"
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ERRORS = frozenset(
+    (
+        *(*_FULL, errno.EROFS, errno.EIO),
+        *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ESTALE),
+    )
+)
+
+
+class DiskError(AsyncPipeError):
+    """A file could not be written."""
+
+
+def disk_error(error: BaseException, folder: Path) -> DiskError | None:
+    """The DiskError for an error that comes from a failed write below `folder`; None for other
+    errors.
+
+    Libraries that write files raise their own errors, which contain the system's message.
+    """
+    for cause in _chain(error):
+        if isinstance(cause, OSError) and cause.errno in _ERRORS:
+            path = Path(cause.filename) if isinstance(cause.filename, str) else folder
+            if cause.errno in _FULL or _is_below(path, folder):
+                return cannot_write(path, os.strerror(cause.errno or 0))
+        for number in _FULL:
+            if os.strerror(number) in str(cause):
+                return cannot_write(folder, os.strerror(number))
+    return None
+
+
+def cannot_write(path: Path, why: str) -> DiskError:
+    """The error for a path that cannot be written, with the room on its disk."""
+    known = next((parent for parent in (path, *path.parents) if parent.exists()), Path("/"))
+    free, whole = shutil.disk_usage(known).free, shutil.disk_usage(known).total
+    return DiskError(
+        f"{path} cannot be written: {why.lower()} ({write_bytes(free)} of {write_bytes(whole)} "
+        "free).",
+        "Free disk space or make the folder writable, or choose another disk with --output.",
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and its causes."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return path.absolute().is_relative_to(folder.absolute())

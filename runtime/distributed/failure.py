@@ -4,14 +4,11 @@ When a rank fails, its neighbors fail a moment later because it is gone. So a ra
 because of another rank waits before it exits, and the first error is the one reported. Each
 rank leaves its error in a small JSON file, and its step in another, for the process that started
 it.
-
-`disk_error` recognizes failed writes and names the disk that is full or read-only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -19,14 +16,22 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ..errors import LOADER_HAS_ENDED, AsyncPipeError, TransportError, is_of_loader, root_of
+from ..errors import (
+    LOADER_HAS_ENDED,
+    AsyncPipeError,
+    DiskError,
+    TransportError,
+    cannot_write,
+    disk_error,
+    is_of_loader,
+    root_of,
+)
 from ..executor.loading import ChangedCodeError
-from ..formatting import write_bytes
 from ..process import is_alive
 from ..transports.mpi import leave_mpi
 from ..user_code import own_line
@@ -312,35 +317,7 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_ERRORS = frozenset(
-    (
-        *(*_FULL, errno.EROFS, errno.EIO),
-        *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ESTALE),
-    )
-)
 _PROBE = bytes(4096)
-
-
-class DiskError(AsyncPipeError):
-    """A file could not be written."""
-
-
-def disk_error(error: BaseException, folder: Path) -> DiskError | None:
-    """The DiskError for an error that comes from a failed write below `folder`; None for other
-    errors.
-
-    Libraries that write files raise their own errors, which contain the system's message.
-    """
-    for cause in _chain(error):
-        if isinstance(cause, OSError) and cause.errno in _ERRORS:
-            path = Path(cause.filename) if isinstance(cause.filename, str) else folder
-            if cause.errno in _FULL or _is_below(path, folder):
-                return _cannot_write(path, os.strerror(cause.errno or 0))
-        for number in _FULL:
-            if os.strerror(number) in str(cause):
-                return _cannot_write(folder, os.strerror(number))
-    return None
 
 
 def unwritable(folder: Path) -> DiskError | None:
@@ -351,32 +328,10 @@ def unwritable(folder: Path) -> DiskError | None:
         probe.unlink()
     except OSError as error:
         probe.unlink(missing_ok=True)
-        return _cannot_write(folder, os.strerror(error.errno or 0))
+        return cannot_write(folder, os.strerror(error.errno or 0))
     return None
 
 
 def disk_is_tight(folder: Path) -> DiskError:
     """The error where a process could not write but another one can by now."""
-    return _cannot_write(folder, "no room, or no right to write")
-
-
-def _cannot_write(path: Path, why: str) -> DiskError:
-    known = next((parent for parent in (path, *path.parents) if parent.exists()), Path("/"))
-    free, whole = shutil.disk_usage(known).free, shutil.disk_usage(known).total
-    return DiskError(
-        f"{path} cannot be written: {why.lower()} ({write_bytes(free)} of {write_bytes(whole)} "
-        "free).",
-        "Free disk space or make the folder writable, or choose another disk with --output.",
-    )
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and its causes."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
-
-
-def _is_below(path: Path, folder: Path) -> bool:
-    return path.absolute().is_relative_to(folder.absolute())
+    return cannot_write(folder, "no room, or no right to write")

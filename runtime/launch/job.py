@@ -26,11 +26,11 @@ from ..config.settings import RunConfig, Settings, SettingsError
 from ..data.streams import UNKNOWN_LENGTH
 from ..data.task import Task, architecture_of
 from ..data.tokens import tokenizer_of
-from ..distributed.failure import RankFolder, disk_error
+from ..distributed.failure import RankFolder
 from ..distributed.grid import grid_of
 from ..distributed.interfaces import check_interface
 from ..distributed.process_groups import World
-from ..errors import AsyncPipeError, DataError
+from ..errors import AsyncPipeError, DataError, disk_error
 from ..executor.compiled import check_compiler
 from ..executor.loading import ChangedCodeError
 from ..limits import flag_of

@@ -21,11 +21,18 @@ from ..config.segments import make_segment
 from ..config.settings import Settings, SettingsError
 from ..distributed.connections import expect_transport
 from ..distributed.cpu_affinity import find_machine, find_resources
-from ..distributed.failure import RankError, RankFolder, disk_error, failure_of
+from ..distributed.failure import RankError, RankFolder, failure_of
 from ..distributed.grid import grid_of
 from ..distributed.process_groups import World, join, leave, stay_alone
 from ..distributed.ranks import RankInfo, given_rank_info
-from ..errors import LOADER_HAS_ENDED, AsyncPipeError, DataError, is_of_loader, root_of
+from ..errors import (
+    LOADER_HAS_ENDED,
+    AsyncPipeError,
+    DataError,
+    disk_error,
+    is_of_loader,
+    root_of,
+)
 from ..monitoring.records import Reporter
 from ..plan.trust import is_trusted, remember, untrusted
 from ..process import Interrupted

@@ -41,9 +41,10 @@ from ..checkpoint.resuming import how_to_go_on, with_way_on
 from ..config.resolve import check_devices
 from ..config.segments import make_segment
 from ..distributed.connections import expect_transport
-from ..distributed.failure import RankError, RankFolder, disk_error
+from ..distributed.failure import RankError, RankFolder
 from ..distributed.grid import Grid, grid_of
 from ..distributed.rendezvous import Loopback
+from ..errors import disk_error
 from ..import_path import ISOLATED
 from ..process import STOPPING, Ended, Interrupted, handled
 from ..reports.page import reported

@@ -13,12 +13,11 @@ import torch
 from asyncpipe.runtime.distributed.failure import (
     CANNOT_WRITE,
     RankFolder,
-    disk_error,
     failure_of,
     unwritable,
 )
 from asyncpipe.runtime.distributed.process_groups import World
-from asyncpipe.runtime.errors import PlanError, TransportError
+from asyncpipe.runtime.errors import PlanError, TransportError, disk_error
 from asyncpipe.runtime.executor.instrumented import Activities, Activity
 from asyncpipe.runtime.executor.stage import StageError
 from asyncpipe.runtime.monitoring import diagnostics
