@@ -182,6 +182,7 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ("runtime.errors", "ScheduleError"),
             ("runtime.errors", "TransportError"),
             ("runtime.errors", "DataError"),
+            ("runtime.errors", "DiskError"),
         ),
     ),
 )

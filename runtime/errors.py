@@ -126,7 +126,7 @@ _ERRORS = frozenset(
 
 
 class DiskError(AsyncPipeError):
-    """A file could not be written."""
+    """A file or folder that cannot be written: its disk is full, over its quota or read-only."""
 
 
 def disk_error(error: BaseException, folder: Path) -> DiskError | None:
