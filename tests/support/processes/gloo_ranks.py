@@ -21,9 +21,17 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# The first optimizer of a process loads torch._dynamo, which takes seconds.
+# Importing in every rank takes seconds; the first optimizer of a process loads torch._dynamo.
 _CONTEXT.set_forkserver_preload(
-    ["pytest", "torch._dynamo", "asyncpipe.tests.support.processes.executor", __name__]
+    [
+        "pytest",
+        "torch._dynamo",
+        "asyncpipe.commands.in_python",
+        "asyncpipe.tests.support.models.generated",
+        "asyncpipe.tests.support.oracles.async_simulation",
+        "asyncpipe.tests.support.processes.executor",
+        __name__,
+    ]
 )
 
 
