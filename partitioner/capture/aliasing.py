@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Generic, TypeVar
 
 import torch
@@ -196,6 +196,49 @@ def families(capture: Capture) -> list[Family]:
         Family(storages, [nodes[place] for place in places])
         for places, storages in sorted(first_places, key=lambda pair: pair[0])
     ]
+
+
+def verify_separate(capture: Capture) -> None:
+    """Raises CaptureError for two tensors that share memory of which one changes: stages would hold
+    each in memory of its own, and a change of one would not reach the other."""
+    model, nodes = capture.model, list(capture.graph.find_nodes(op="get_attr"))
+    parameters, constants = dict(model.named_parameters()), capture.constants
+    changed = frozenset[int]().union(*(node.meta["mutates"] for node in capture.graph.nodes))
+    changing = {str(node.target) for node in nodes if node.meta["storages"] & changed}
+    changing |= {name for name, parameter in parameters.items() if parameter.requires_grad}
+    of_memory = defaultdict(dict[str, Tensor])
+    for name, tensor in {**parameters, **dict(model.named_buffers()), **constants}.items():
+        of_memory[tensor.untyped_storage()._cdata][name] = tensor
+    for named in of_memory.values():
+        for one, other in combinations(named, 2):
+            if not changing.isdisjoint((one, other)) and _overlap(named[one], named[other]):
+                raise CaptureError(
+                    f"{one} and {other} are two tensors in the same memory, and stages would hold "
+                    "each in its own: a change of one would not reach the other.",
+                    "Use one tensor in both places, compute one from the other in forward, or copy "
+                    "it with clone().",
+                )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors of one storage have a number in common."""
+    if one is other or not (one.numel() and other.numel()):
+        return False
+    if one.dtype != other.dtype:
+        return True
+    first, second = sorted((one, other), key=Tensor.storage_offset)
+    apart = second.storage_offset() - first.storage_offset()
+    if apart == 0 or apart > _reach(first):
+        return apart == 0
+    places = torch.arange(max(_reach(first), apart + _reach(second)) + 1)
+    of_first = places.as_strided(first.shape, first.stride())
+    of_second = places.as_strided(second.shape, second.stride(), apart)
+    return bool(torch.isin(of_second, of_first).any())
+
+
+def _reach(tensor: Tensor) -> int:
+    """The distance from the first to the last number of a tensor in its memory."""
+    return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def colocated(capture: Capture) -> list[frozenset[fx.Node]]:

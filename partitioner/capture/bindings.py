@@ -194,6 +194,7 @@ class Bindings:
 
     def node(self, tensor: Tensor) -> fx.Node:
         """The node of a tensor; a parameter, buffer or constant gets one on first use."""
+        tensor = self._world.twin(tensor)
         bound = self.bound.get(id(tensor))
         if bound is not None:
             if tensor.requires_grad and not bound.required_grad:

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 
 from ...runtime.errors import CaptureError
-from .arguments import Arguments, describe_arguments
+from .arguments import Arguments, describe_arguments, map_leaves, tensors_in
 from .leaf_modules import is_constructible, is_importable
 from .model_state import drop_fakes, restore_items
 from .source_lines import place, source_text, user_frame_of, user_frames
@@ -218,9 +218,16 @@ class FakeWorld:
             self._fakes[id(tensor)] = (tensor, self._made_fake(tensor))
         return self._fakes[id(tensor)][1]
 
-    def twin(self, tensor: Tensor) -> Tensor:
-        """The fake twin of a parameter or buffer; any other tensor unchanged."""
-        return self._fakes.get(id(tensor), (tensor, tensor))[1]
+    def twin(self, value: Any) -> Any:
+        """The fake twin of a parameter or buffer; any other value unchanged."""
+        return self._fakes.get(id(value), (value, value))[1]
+
+    def twins(self, value: Any) -> Any:
+        """A structure of values with the twins of parameters and buffers, which forward may also
+        reach through a list, an object or a closure."""
+        if any(id(tensor) in self._fakes for tensor in tensors_in(value)):
+            return map_leaves(self.twin, value)
+        return value
 
     def _made_fake(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "meta":

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 
 from ...runtime.errors import CaptureError
+from .aliasing import verify_separate
 from .arguments import Arguments, plain_structure, verify_result
 from .bindings import renamed
 from .check import check_capture
@@ -161,7 +162,7 @@ class _ModeCapture:
         graph, calls = renamed(graph, calls)
         graph.lint()
         verify_result(graph, self._model)
-        return Capture(
+        captured = Capture(
             graph=graph,
             model=self._model,
             inputs=tuple(tensor_spec(node) for node in graph.find_nodes(op="placeholder")),
@@ -174,6 +175,8 @@ class _ModeCapture:
             flags=_unlike_mode(train.flags, evaluation.flags if False in self._modes else {}),
             changed=tuple(dict.fromkeys(name for trace in traces for name in trace.changed)),
         )
+        verify_separate(captured)
+        return captured
 
 
 def _unlike_mode(
@@ -375,7 +378,8 @@ def trace_forward(
         except CaptureError as error:
             raise FailedTrace(error, tracer.failed_in(error)) from error.__cause__
         except Exception as error:
-            reason = explained(error, model, given, tracer.drawn_symbols, tracer.state_asked)
+            readings = tracer.readings
+            reason = explained(error, model, given, readings.drawn_symbols, readings.state_asked)
             raise FailedTrace(reason, tracer.failed_in(error)) from error
         if (now := list(model.modules())) != modules:
             modules = now  # New modules draw random numbers, but only in the first run.

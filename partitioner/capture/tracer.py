@@ -69,6 +69,7 @@ class Tracer(TorchFunctionMode):
     random: detects operators that draw random numbers
     graph, constants: the graph, and the constants that it reads
     decisions, sizes: forward's decisions by random numbers and by sizes
+    readings: the numbers that forward reads from tensors
     """
 
     def __init__(
@@ -94,9 +95,9 @@ class Tracer(TorchFunctionMode):
         self._bindings = Bindings(model, world, self._top)
         self._names = NodeHints(self._top, self._bindings.bound)
         self._assigned = AssignedBuffers(self._bindings)
-        self._readings = Readings(self._bindings, world, shadow, self._site, true)
-        self._bindings.node_of_expression = self._readings.node
-        self.is_known = self._readings.is_known
+        self.readings = Readings(self._bindings, world, shadow, self._site, true)
+        self._bindings.node_of_expression = self.readings.node
+        self.is_known = self.readings.is_known
         world.env.decide = self._relation
         self.sizes = SizeDecisions(world, self._top, lambda: self._recording)
         self._recording = True
@@ -110,7 +111,7 @@ class Tracer(TorchFunctionMode):
         for path, module in model.named_modules():
             self._paths.setdefault(id(module), path)
         self.graph, self.constants = self._bindings.graph, self._bindings.constants
-        self.decisions = self._readings.decisions
+        self.decisions = self.readings.decisions
 
     def __enter__(self) -> Tracer:
         self._world.env.on_answer = self.sizes.note
@@ -130,7 +131,7 @@ class Tracer(TorchFunctionMode):
         self._names.look()
         self._assigned.write()
         for leaf in leaves(value):
-            if isinstance(leaf, (torch.SymInt, torch.SymFloat)) and self._readings.is_read(leaf):
+            if isinstance(leaf, (torch.SymInt, torch.SymFloat)) and self.readings.is_read(leaf):
                 raise CaptureError(
                     f"forward of {type(self._model).__name__} returns a Python number that it "
                     "reads from a tensor or draws at random, but a stage only returns tensors.",
@@ -142,8 +143,8 @@ class Tracer(TorchFunctionMode):
         result = map_result(self._bindings.arguments, plain(value))
         self._bindings.add(("output", "output", (result,)), None)
         with self.quiet():
-            self._readings.examples()
-        self.notes += self._readings.notes
+            self.readings.examples()
+        self.notes += self.readings.notes
         self.changed = self._bindings.changed_parameters()
 
     def failed_in(self, error: Exception) -> tuple[str, ...]:
@@ -156,22 +157,12 @@ class Tracer(TorchFunctionMode):
     def is_recording(self) -> bool:
         return self._recording
 
-    @property
-    def drawn_symbols(self) -> set[sympy.Basic]:
-        """The symbols of random numbers of Python or NumPy."""
-        return self._readings.drawn_symbols
-
-    @property
-    def state_asked(self) -> str:
-        """The parameter or buffer of the last condition that forward asks without an answer."""
-        return self._readings.state_asked
-
     def draw(self, draw: Draw, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The symbol of a random number, with a node that draws it in every forward."""
         with self.quiet():
             kind = number_kind(draw, args, kwargs, where(self._top))
             given, named = self._bindings.arguments(args), self._bindings.arguments(dict(kwargs))
-            value, node = self._readings.drawn(kind, ("call_function", draw, given, named))
+            value, node = self.readings.drawn(kind, ("call_function", draw, given, named))
             self._names.assign(node, value, user_frames(self._top))
         return value
 
@@ -184,6 +175,7 @@ class Tracer(TorchFunctionMode):
         run = traced(func, None if self._recording else (args, kwargs))
         if not self._recording:
             return run(*args, **kwargs)
+        args, kwargs = self._world.twins((args, kwargs))
         if refused := refusal(func, (*args, *kwargs.values())):
             what, cure = refused
             raise CaptureError(f"{where(self._top)} {what}", cure)
@@ -201,7 +193,7 @@ class Tracer(TorchFunctionMode):
             is_recorded = self.grad_enabled(True, sys._getframe(1))
             return run(*args) if is_recorded else WITHOUT_HISTORY[func]
         if name in READERS:
-            value = self._readings.known(args[0], lambda real: func(real, *args[1:], **kwargs))
+            value = self.readings.known(args[0], lambda real: func(real, *args[1:], **kwargs))
             if value is None:
                 value = self._read(args[0], name)
             if value is not None:
@@ -239,16 +231,16 @@ class Tracer(TorchFunctionMode):
         """The value that forward reads from a tensor; None if it is unknown."""
         with self.quiet():
             if name == "__bool__" or (name == "item" and tensor.dtype is torch.bool):
-                return self._readings.truth(tensor)
+                return self.readings.truth(tensor)
             if name != "item" or tensor.is_complex():
                 return None
-            value, node = self._readings.number(tensor)
+            value, node = self.readings.number(tensor)
             self._names.assign(node, value, user_frames(self._top))
             return value
 
     def _relation(self, expression: sympy.Basic) -> bool | None:
         with self.quiet():
-            return self._readings.relation(expression)
+            return self.readings.relation(expression)
 
     def _site(self) -> CallSite:
         """The current place in forward, for nodes without a call in it."""
@@ -270,6 +262,7 @@ class Tracer(TorchFunctionMode):
         if self._is_leaf(module, path):
             if not self._world.is_itself(module):
                 return original_call(module, args, kwargs)
+            args, kwargs = self._world.twins((args, kwargs))
             return self._recorded(
                 lambda: self._run_leaf(module, args, kwargs),
                 lambda given, named: ("call_module", path, given, named),
@@ -346,6 +339,7 @@ class Tracer(TorchFunctionMode):
         if function is CheckpointFunction:
             return reentrant(self.recomputing, *args)
         apply = MethodType(original_apply, function)
+        args, kwargs = self._world.twins((args, kwargs))
         return self._recorded(
             lambda: apply(*args, **kwargs),
             lambda given, named: ("call_function", apply, given, named),
