@@ -206,7 +206,7 @@ def verify_separate(capture: Capture) -> None:
     changed = frozenset[int]().union(*(node.meta["mutates"] for node in capture.graph.nodes))
     changing = {str(node.target) for node in nodes if node.meta["storages"] & changed}
     changing |= {name for name, parameter in parameters.items() if parameter.requires_grad}
-    of_memory = defaultdict(dict[str, Tensor])
+    of_memory: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in {**parameters, **dict(model.named_buffers()), **constants}.items():
         of_memory[tensor.untyped_storage()._cdata][name] = tensor
     for named in of_memory.values():
@@ -227,7 +227,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype:
         return True
     first, second = sorted((one, other), key=Tensor.storage_offset)
-    apart = second.storage_offset() - first.storage_offset()
+    apart = int(second.storage_offset() - first.storage_offset())
     if apart == 0 or apart > _reach(first):
         return apart == 0
     places = torch.arange(max(_reach(first), apart + _reach(second)) + 1)
@@ -238,7 +238,8 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 def _reach(tensor: Tensor) -> int:
     """The distance from the first to the last number of a tensor in its memory."""
-    return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(sum((size - 1) * step for size, step in steps))
 
 
 def colocated(capture: Capture) -> list[frozenset[fx.Node]]:

@@ -173,7 +173,5 @@ def test_tensors_in_the_memory_of_one_that_changes_are_named(
 
 
 @pytest.mark.parametrize("share", [columns, rows, kept_row_of_what_is_frozen])
-def test_tensors_that_change_apart_may_share_a_piece_of_memory(
-    share: Callable[[Any], None],
-) -> None:
+def test_no_common_number_or_none_that_changes_is_allowed(share: Callable[[Any], None]) -> None:
     capture(Two(share), {"x": X})
