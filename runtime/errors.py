@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 from .formatting import write_bytes
 from .process import Ended
@@ -28,6 +29,12 @@ class AsyncPipeError(Exception):
         super().__init__(f"{what}\n{cure}" if cure else what)
         self.what = what
         self.cure = cure
+
+    def and_also(self, cure: str) -> Self:
+        """The error itself, with one more line of cure."""
+        self.cure = f"{self.cure}\n{cure}" if self.cure else cure
+        self.args = (f"{self.what}\n{self.cure}",)
+        return self
 
 
 class ModelError(AsyncPipeError):

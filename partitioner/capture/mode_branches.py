@@ -238,7 +238,7 @@ def _to_evaluation(node: fx.Node) -> None:
 
 
 _TENSOR = "a tensor"
-_ALONE_IN_MODE = 'Capture it for training alone: --mode train (mode="train" in Python)'
+TRAINING_CURE = 'Capture it for training alone: --mode train (mode="train" in Python)'
 
 
 def modes_differ(
@@ -253,18 +253,18 @@ def modes_differ(
         return CaptureError(
             f"{type(model).__name__}.forward returns {ours} in training and {theirs} in "
             "evaluation.",
-            f"{_ALONE_IN_MODE}; or return the same structure in both modes.",
+            f"{TRAINING_CURE}; or return the same structure in both modes.",
         )
     if isinstance(why, DifferentValues):
         shapes = [tensor_spec(node) for node in (why.train, why.evaluation)]
         return CaptureError(
             f"the result of {_place(why.train)} is {shapes[0]} in training, and {shapes[1]} in "
             "evaluation, and modules that run in both modes read it.",
-            f"{_ALONE_IN_MODE}.",
+            f"{TRAINING_CURE}.",
         )
-    cure = f"{_ALONE_IN_MODE}."
+    cure = f"{TRAINING_CURE}."
     if (leaf := _module_of(difference, model)) is not None:
-        cure = f"{_ALONE_IN_MODE}; or keep the module that decides as one node: --leaf {leaf}."
+        cure = f"{TRAINING_CURE}; or keep the module that decides as one node: --leaf {leaf}."
     return CaptureError(
         "forward differs between training and evaluation, from "
         f"{_place(difference[0])} in training and {_place(difference[1])} in evaluation on, and "

@@ -30,7 +30,7 @@ from .dynamo_lowering import replay, traced_transforms
 from .fake_inputs import Dynamic, FakeWorld, RandomDecisionError, explained
 from .graph import Capture, prune, tensor_spec
 from .leaf_modules import FailedTrace, LeafRule
-from .mode_branches import Calls, branched, modes_differ
+from .mode_branches import TRAINING_CURE, Calls, branched, modes_differ
 from .mode_merge import Different, calls_made, merge, write_decision
 from .model_state import in_mode, is_on_meta, silent, without_cache
 from .patches import CURE as GRADIENTS_CURE
@@ -84,7 +84,11 @@ class _ModeCapture:
         if self._modes == (True,):
             captured = self._finished(train.graph, train.calls, train, train)
             return replace(captured, notes=(*captured.notes, _TRAINING_ALONE))
-        evaluation = _apart(self._traced(training=False), train)
+        try:
+            evaluation = _apart(self._traced(training=False), train)
+        except FailedTrace as failed:
+            error = failed.error.and_also(f"Evaluation alone fails. {TRAINING_CURE}.")
+            raise FailedTrace(error, failed.paths) from failed.__cause__
         difference = merge(train.graph, evaluation.graph)
         if difference is None:
             return self._finished(train.graph, train.calls, train, evaluation)

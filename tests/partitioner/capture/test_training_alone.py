@@ -61,6 +61,29 @@ def test_the_refusal_names_both_structures_and_the_cure(how: str) -> None:
     assert "--mode train" in caught.value.cure and "--leaf" not in caught.value.cure
 
 
+class Decoded(nn.Module):
+    """YOLO decodes its boxes in evaluation alone, with sizes that it reads from a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.b(torch.relu(self.a(x)))
+        return out if self.training else out[: int(out.argmax()) + 1]
+
+
+def test_where_evaluation_alone_fails_the_refusal_says_so(tmp_path: Path) -> None:
+    given = {"x": X, "y": Y}
+    with pytest.raises(CaptureError, match="depends on tensor values") as caught:
+        capture(Decoded(), given)
+    assert "\nEvaluation alone fails. Capture it for training alone: --mode" in str(caught.value)
+    plan = asyncpipe.partition(
+        Decoded(), given, stages=2, mode="train", output=tmp_path / "cut", profile="analytic"
+    )
+    assert plan.mode == "train"
+
+
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_training_alone_is_exact(how: str, stages: int, tmp_path: Path) -> None:
