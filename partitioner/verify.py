@@ -223,7 +223,10 @@ class _Comparison:
         """Compares at `sizes`; without these also at larger ones."""
         plan = self.pair.plan
         sample = self._sample(sizes)
-        self._verify_state(sample)
+        with unchanged(self.pair.model):
+            call = partial(self._results, sample.inputs, _modes(plan)[0])
+            if why := state_between_calls(self.pair.model, call):
+                raise PlanError(*why)
         trained = sample.result[True]
         verified = Verified(
             sample.sizes,
@@ -247,14 +250,6 @@ class _Comparison:
             for seen in sample.result.values():
                 verify_finite((*seen.outputs.values(), *seen.gradients.values()))
         return sample
-
-    def _verify_state(self, sample: Sample[dict[bool, _Seen]]) -> None:
-        """Raises PlanError if a call of the model depends on the call before."""
-        model = self.pair.model
-        with unchanged(model):
-            why = state_between_calls(model, partial(self._outputs, sample.inputs))
-        if why:
-            raise PlanError(*why)
 
     def _largest_difference(self, sample: Sample[dict[bool, _Seen]]) -> float:
         """The largest difference of the stages from the original."""
@@ -321,20 +316,24 @@ class _Comparison:
             self.copies.reset()
             return {mode: self._run_model(inputs, mode) for mode in modes or _modes(self.pair.plan)}
 
-    def _outputs(self, inputs: Tensors, gradients: bool | None = None) -> Mapping[str, Tensor]:
+    def _results(self, inputs: Tensors, training: bool, gradients: bool | None = None) -> Tensors:
         self.copies.reset()
-        return self._run_model(inputs, _modes(self.pair.plan)[0], gradients).outputs
+        seen = self._run_model(inputs, training, gradients)
+        return {**seen.gradients, **seen.outputs}
 
     def _explained(self, inputs: Tensors, error: PlanError) -> PlanError:
-        """The error, or its cause: the model differs from itself, or asks about gradients."""
+        """The error, or its cause: the model differs from itself, remembers what it computed in
+        training, or asks about gradients."""
+        model = self.pair.model
         first, second = (self._original(inputs) for _ in range(2))
         for mode, seen in first.items():
-            if why := not_repeatable(self.pair.model, seen.outputs, second[mode].outputs):
+            if why := not_repeatable(model, seen.outputs, second[mode].outputs):
                 return PlanError(*why)
-        if self.pair.plan.mode == "train":
-            return error
-        with unchanged(self.pair.model):
-            why = gradients_asked(self.pair.model, partial(self._outputs, inputs))
+        with unchanged(model):
+            why = state_between_calls(model, partial(self._results, inputs, True))
+        if not why and False in first:
+            with unchanged(model):
+                why = gradients_asked(model, partial(self._results, inputs, False))
         return PlanError(*why) if why else error
 
     def _run_model(

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...runtime.errors import CaptureError
 from ...runtime.formatting import one_line
 from ...runtime.rng import numbers_kept, seed_numbers, seed_torch
+from .arguments import tensors_in
 
 _CACHES = ("use_cache", "use_mems_eval", "use_mems_train")
 
@@ -204,8 +205,7 @@ def silent() -> Iterator[None]:
 
 def device_of(model: nn.Module) -> torch.device:
     """The device of the first parameter or buffer; the CPU for a model without any."""
-    tensors = chain(model.parameters(), model.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    return next((t.device for t in chain(model.parameters(), model.buffers())), torch.device("cpu"))
 
 
 def local_device(model: nn.Module) -> torch.device:
@@ -441,9 +441,9 @@ def restore_items(container: list[Any] | dict[Any, Any], items: list[Any] | dict
 
 
 def drop_fakes(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Removes the fake tensors that forward stored on the model."""
+    """Removes the fake tensors that forward stored on the model, also those in containers."""
     for name, value in list(attributes.items()):
-        if isinstance(value, FakeTensor):
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value)):
             if name in before:
                 attributes[name] = before[name]
             else:

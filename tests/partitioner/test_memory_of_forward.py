@@ -63,6 +63,32 @@ def test_what_nobody_reads_is_no_memory(tmp_path: Path) -> None:
     assert_same(Remembers("shown"), {"x": X}, tmp_path)
 
 
+class Prefix(nn.Module):
+    """Computes a tuple from a weight and stores it: at every call, or at the first one alone, as
+    the adapter of litgpt does."""
+
+    def __init__(self, once: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 16), nn.Linear(16, 4)
+        self.weight = nn.Parameter(torch.ones(16))
+        self.once, self.pair = once, ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.once and self.pair):
+            self.pair = (self.weight * 2, {"shift": [self.weight + 1]})
+        scale, more = self.pair
+        return self.b(torch.tanh(self.a(x)) * scale + more["shift"][0])
+
+
+def test_a_structure_that_every_call_stores_anew_is_no_memory(tmp_path: Path) -> None:
+    assert_same(Prefix(once=False), {"x": X}, tmp_path)
+
+
+def test_a_result_that_keeps_the_first_call_from_training_again_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"Prefix stores a result of one call in self\.pair "):
+        cut(Prefix(once=True), {"x": X}, tmp_path)
+
+
 class Seeds(nn.Module):
     def __init__(self, how: Callable[[], Any]) -> None:
         super().__init__()
