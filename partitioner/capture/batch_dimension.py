@@ -317,10 +317,10 @@ def corrected(
     result: dict[str, dict[int, str]] = {name: dict(named) for name, named in dims.items()}
     notes: list[str] = []
     for symbol in dict.fromkeys(symbol for named in dims.values() for symbol in named.values()):
-        equal = {other for other, size in known.items() if size == known[symbol]}
         where = places(result, symbol)
-        if not where:
-            continue  # It was replaced by an equal symbol.
+        if not where or symbol not in known:
+            continue  # It was replaced by an equal symbol, or the trace failed before its inputs.
+        equal = {other for other, size in known.items() if size == known[symbol]}
         if known[symbol].is_Symbol:
             for name, named in apart.items():
                 for dim, other in named.items():

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -263,7 +263,7 @@ def _without_locks(model: nn.Module) -> Iterator[None]:
     scopes += [
         vars(module)
         for name, module in list(sys.modules.items())
-        if name.partition(".")[0] in packages and module is not None
+        if name.partition(".")[0] in packages and isinstance(module, ModuleType)
     ]
     locks: list[tuple[dict[str, Any], str, Any]] = [
         (scope, name, value)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from itertools import takewhile
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -244,7 +244,7 @@ def _hint(node: fx.Node, name: str) -> None:
 def _module_of(file: str) -> str:
     """The name of the imported module that a file is."""
     for name, module in list(sys.modules.items()):
-        if getattr(module, "__file__", None) == file:
+        if isinstance(module, ModuleType) and vars(module).get("__file__") == file:
             return name
     return ""
 

@@ -109,10 +109,10 @@ def watched_draws(recorder: DrawRecorder, model: nn.Module) -> Iterator[None]:
     urandom = random._urandom  # type: ignore[attr-defined]
     before = number_state()
     try:
+        for name, method in methods.items():
+            setattr(random.Random, name, _own_method(recorder, name, method))
+        random._urandom = _refusing(recorder, "the operating system", urandom)  # type: ignore[attr-defined]
         with exchanged(model, other, functions.keys() | constructors.keys(), _GENERATORS):
-            for name, method in methods.items():
-                setattr(random.Random, name, _own_method(recorder, name, method))
-            random._urandom = _refusing(recorder, "the operating system", urandom)  # type: ignore[attr-defined]
             yield
     finally:
         random._urandom = urandom  # type: ignore[attr-defined]

@@ -253,7 +253,7 @@ def _libraries_without(
 
 
 def _is_installed(module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None) or ""
+    file = vars(module).get("__file__") or ""  # getattr would import what is lazy
     return is_installed_file(file) or is_library_file(file)
 
 

@@ -483,3 +483,18 @@ def test_a_library_is_searched_again_when_it_has_another_global(
         with source_lines.exchanged(Layers(), lambda *_: len, {id(library)}):
             assert getattr(library, name) is len
         delattr(library, name)
+
+
+class Lazy(ModuleType):
+    """Imports what it stands for at the first question, as those of SpeechBrain do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"{self.__name__} needs a package that is not installed")
+
+
+@pytest.mark.parametrize("method", ["tracer", "dynamo"])
+def test_a_module_that_is_imported_at_the_first_question_is_not_asked(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), {"input": torch.ones(3, 4)}, method=method)
