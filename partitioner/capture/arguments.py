@@ -49,6 +49,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(fields_of(value))
 
 
+def holds(value: Any, kind: type, depth: int = 3) -> bool:
+    """True if a value is of this class, or holds one in tuples, lists and dicts of this depth."""
+    if isinstance(value, kind) or not depth or not isinstance(value, (tuple, list, dict)):
+        return isinstance(value, kind)
+    items = value.values() if isinstance(value, dict) else value
+    return any(holds(item, kind, depth - 1) for item in items)
+
+
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """The same structure with `function` applied to every leaf.
 

@@ -187,8 +187,9 @@ class Bindings:
 
     def _known(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            seen = id(leaf) in self.bound or id(leaf) in self._world.names
-            return self.node(leaf) if seen else None
+            tensor = self._world.twin(leaf)
+            seen = id(tensor) in self.bound or id(tensor) in self._world.names
+            return self.node(tensor) if seen else None
         kinds = (int, float, str, torch.dtype, torch.SymInt, torch.SymFloat, torch.device)
         return self._argument(leaf) if isinstance(leaf, kinds) else None
 

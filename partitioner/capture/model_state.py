@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...runtime.errors import CaptureError
 from ...runtime.formatting import one_line
 from ...runtime.rng import numbers_kept, seed_numbers, seed_torch
-from .arguments import tensors_in
+from .arguments import holds
 
 _CACHES = ("use_cache", "use_mems_eval", "use_mems_train")
 
@@ -443,7 +443,7 @@ def restore_items(container: list[Any] | dict[Any, Any], items: list[Any] | dict
 def drop_fakes(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
     """Removes the fake tensors that forward stored on the model, also those in containers."""
     for name, value in list(attributes.items()):
-        if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value)):
+        if holds(value, FakeTensor):
             if name in before:
                 attributes[name] = before[name]
             else:

@@ -33,6 +33,11 @@ class Scaled(torch.autograd.Function):
         return gradients[0] * scale, (gradients[0] * x).sum(0)
 
 
+class Within(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor, mean: Tensor) -> Tensor:
+        return x * scale + mean
+
+
 class Elsewhere(nn.Module):
     """Holds its scale and its mean a second time, in `own`, where `find` finds them for `work`."""
 
@@ -44,7 +49,7 @@ class Elsewhere(nn.Module):
         self.scale = nn.Parameter(torch.full((6,), 2.0), requires_grad=trains)
         self.mean = nn.Buffer(torch.ones(6))
         self.own = hold(self.scale, self.mean)
-        self.find, self.work = find, work
+        self.find, self.work, self.within = find, work, Within()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.work(self, self.first(x).relu(), *self.find(self.own)))
@@ -56,6 +61,10 @@ def applied(model: nn.Module, x: Tensor, scale: Tensor, mean: Tensor) -> Tensor:
 
 def applied_by_a_function(model: nn.Module, x: Tensor, scale: Tensor, mean: Tensor) -> Tensor:
     return Scaled.apply(x, scale) + mean
+
+
+def applied_by_a_module(model: Any, x: Tensor, scale: Tensor, mean: Tensor) -> Tensor:
+    return model.within(x, scale, mean)
 
 
 def applied_to_each_row(model: nn.Module, x: Tensor, scale: Tensor, mean: Tensor) -> Tensor:
@@ -84,7 +93,8 @@ HELD = [
     [
         *((held, applied, True) for held in HELD),
         (LIST, applied, False),
-        *((LIST, work, True) for work in (applied_by_a_function, applied_to_each_row, changed)),
+        *((LIST, work, True) for work in (applied_by_a_function, applied_by_a_module)),
+        *((LIST, work, True) for work in (applied_to_each_row, changed)),
     ],
 )
 def test_what_is_registered_is_trained_wherever_forward_finds_it(
