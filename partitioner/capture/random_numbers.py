@@ -112,7 +112,8 @@ def watched_draws(recorder: DrawRecorder, model: nn.Module) -> Iterator[None]:
         for name, method in methods.items():
             setattr(random.Random, name, _own_method(recorder, name, method))
         random._urandom = _refusing(recorder, "the operating system", urandom)  # type: ignore[attr-defined]
-        with exchanged(model, other, functions.keys() | constructors.keys(), _GENERATORS):
+        held = functions.keys() | constructors.keys()
+        with exchanged(model, other, held, _GENERATORS), _undone_checks():
             yield
     finally:
         random._urandom = urandom  # type: ignore[attr-defined]
@@ -127,6 +128,31 @@ def watched_draws(recorder: DrawRecorder, model: nn.Module) -> Iterator[None]:
     for text, generator, state in own:
         if _own_state(generator) != state:
             raise _own_error("forward", text)
+
+
+@contextmanager
+def _undone_checks() -> Iterator[None]:
+    """Undoes the draws of beartype, which checks an item of a list or tuple that it draws: forward
+    computes nothing with them. Those of forward through a stored reference stay."""
+    if "beartype" not in sys.modules:
+        yield
+        return
+    files: set[str] = set()
+
+    def watch(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and getattr(function, "__self__", None) is random._inst:
+            if function.__name__ in ("random", "getrandbits"):
+                files.add(_outside_of_random(frame).f_code.co_filename)
+
+    state, profiler = random.getstate(), sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(profiler)
+        is_checked = any(file.startswith("<@beartype(") for file in files)
+        if is_checked and not any(map(is_user_file, files)):
+            random.setstate(state)
 
 
 def _is_own(value: Any) -> bool:
@@ -149,11 +175,16 @@ def _is_library(frame: FrameType) -> bool:
 def _caller() -> FrameType | None:
     """The frame that called a patched function, without frames of random and secrets; None if it
     is not the user's."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_filename in (random.__file__, secrets.__file__):
-        frame = frame.f_back  # type: ignore[assignment]
+    frame = _outside_of_random(sys._getframe(2))
     is_user = is_user_file(frame.f_code.co_filename) and not _is_library(frame)
     return frame if is_user else None
+
+
+def _outside_of_random(frame: FrameType) -> FrameType:
+    """The frame itself, or the first one that called it from another module than random."""
+    while frame.f_code.co_filename in (random.__file__, secrets.__file__):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame
 
 
 def _reporting(recorder: DrawRecorder, draw: Draw) -> Any:

@@ -492,9 +492,37 @@ class Lazy(ModuleType):
         raise ImportError(f"{self.__name__} needs a package that is not installed")
 
 
-@pytest.mark.parametrize("method", ["tracer", "dynamo"])
 def test_a_module_that_is_imported_at_the_first_question_is_not_asked(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
-    capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), {"input": torch.ones(3, 4)}, method=method)
+    capture(Layers(), {"x": X})
+
+
+def checked(kind: type[Layers]) -> type[nn.Module]:
+    """The class with a forward that looks at an item of its arguments that it draws, as beartype
+    writes it: the generator's function is a default, and the code has no file."""
+    source = (
+        "def forward(self, x, *, drawn=drawn, forward=forward):\n"
+        "    assert (x,)[drawn(32) % 1] is x\n"
+        "    return forward(self, x)\n"
+    )
+    names: dict[str, Any] = {"drawn": random.getrandbits, "forward": kind.forward}
+    exec(compile(source, f"<@beartype({kind.__name__}.forward) at 0x7f00>", "exec"), names)
+    return type(kind.__name__, (kind,), {"forward": names["forward"]})
+
+
+class Once(Layers):
+    def changed(self, x: Tensor) -> Tensor:
+        return x * random.random()
+
+
+@pytest.mark.parametrize("kind", [Layers, Once])
+def test_draws_of_checks_of_types_are_none_of_forward(
+    kind: type[Layers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "beartype", ModuleType("beartype"))
+    captured = capture(checked(kind)(), {"x": X}, check=False)
+    assert len(captured.graph.nodes) == len(capture(kind(), {"x": X}).graph.nodes)
+    with pytest.raises(CaptureError, match="through a stored reference"):
+        capture(checked(Reference)(), {"x": X})
