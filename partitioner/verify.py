@@ -340,6 +340,7 @@ class _Comparison:
         self, inputs: Mapping[str, Tensor], training: bool, gradients: bool | None = None
     ) -> _Seen:
         model = self.pair.model
+        _take_gradients(model)  # the caller's
         own = detached(inputs)  # A model may change its inputs.
         model.train(training)
         seed_all(1)
@@ -354,6 +355,7 @@ class _Comparison:
 
     def _run_stages(self, sample: Sample[Any], training: bool) -> _Seen:
         plan, stages = self.pair.plan, self.pair.stages
+        _take_gradients(self.pair.model)
         seed_all(1)
         inputs, sizes = detached(sample.inputs), sample.sizes
         values: dict[str, Tensor] = dict(inputs)

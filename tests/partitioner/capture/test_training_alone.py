@@ -107,6 +107,15 @@ def test_training_alone_is_exact(how: str, stages: int, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_the_caller_keeps_its_gradients(tmp_path: Path) -> None:
+    model, own = Auxiliary(), torch.full((16, 12), 5.0)
+    model.a.weight.grad = own
+    asyncpipe.partition(
+        model, {"x": X, "y": Y}, stages=2, mode="train", output=tmp_path / "cut", profile="analytic"
+    )
+    assert model.a.weight.grad is own and bool((own == 5).all())
+
+
 def test_stages_for_training_alone_do_not_evaluate(tmp_path: Path) -> None:
     model = Auxiliary("loss")
     plan = asyncpipe.partition(
