@@ -8,7 +8,8 @@ as that front end promises.
 
     pip install timm torchvision diffusers x-transformers vit-pytorch torch_geometric monai \
         segmentation-models-pytorch denoising-diffusion-pytorch perceiver-pytorch \
-        performer-pytorch mambapy pytorch-tabnet dynamic-network-architectures
+        performer-pytorch mambapy pytorch-tabnet dynamic-network-architectures peft ultralytics \
+        zuko pykan
     python benchmarks/out_of_sample.py
     python benchmarks/out_of_sample.py --packages timm monai --only unet
 
@@ -42,7 +43,8 @@ Key = tuple[str, str]
 DISTRIBUTIONS = (
     "timm", "torchvision", "diffusers", "x-transformers", "vit-pytorch", "torch_geometric", "monai",
     "segmentation-models-pytorch", "denoising-diffusion-pytorch", "perceiver-pytorch",
-    "performer-pytorch", "mambapy", "pytorch-tabnet", "dynamic-network-architectures",
+    "performer-pytorch", "mambapy", "pytorch-tabnet", "dynamic-network-architectures", "peft",
+    "ultralytics", "zuko", "pykan",
 )  # fmt: skip
 
 

@@ -488,6 +488,87 @@ def segmentation_models() -> Iterator[Case]:
         yield Case("smp", f"Unet_{encoder}", build, image(3, 64, 64))
 
 
+def peft_models() -> Iterator[Case]:
+    """Each kind of adapter of a tiny Llama; only its own parameters are trained."""
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    layers = {"target_modules": ["q_proj", "v_proj"]}
+    words = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
+    options: dict[str, dict[str, Any]] = {
+        "LoraConfig": {"r": 4, "lora_dropout": 0.1, **layers},
+        "LoHaConfig": {"r": 4, **layers},
+        "LoKrConfig": {"r": 4, **layers},
+        "VeraConfig": {"r": 4, **layers},
+        "HRAConfig": {"r": 4, **layers},
+        "OFTConfig": {"r": 0, "oft_block_size": 4, **layers},
+        "BOFTConfig": {"boft_block_size": 4, **layers},
+        "FourierFTConfig": {"n_frequency": 10, **layers},
+        "AdaLoraConfig": {"init_r": 4, "target_r": 2, "total_step": 10, **layers},
+        "VBLoRAConfig": {"r": 4, "num_vectors": 8, "vector_length": 4, "topk": 2, **layers},
+        "LNTuningConfig": {"target_modules": ["input_layernorm"]},
+        "IA3Config": {
+            "target_modules": ["k_proj", "v_proj", "down_proj"],
+            "feedforward_modules": ["down_proj"],
+        },
+        "PrefixTuningConfig": words,
+        "PromptTuningConfig": words,
+        "PromptEncoderConfig": {"encoder_hidden_size": 8, **words},
+        "AdaptionPromptConfig": {"adapter_len": 3, "adapter_layers": 1, "task_type": "CAUSAL_LM"},
+    }
+
+    def build(name: str) -> nn.Module:
+        adapter = getattr(peft, name)(**options[name])
+        return peft.get_peft_model(LlamaForCausalLM(config), adapter)
+
+    named = batches(
+        lambda batch, source: {"input_ids": torch.randint(0, 50, (batch, 12), generator=source)}
+    )
+    for name in options:
+        yield Case("peft", name.removesuffix("Config"), functools.partial(build, name), named)
+
+
+def ultralytics_models() -> Iterator[Case]:
+    from ultralytics.nn import tasks
+
+    for kind, files in (
+        ("DetectionModel", ("yolov5n", "yolov8n", "yolo11n", "yolo12n")),
+        ("SegmentationModel", ("yolov8n-seg",)),
+        ("PoseModel", ("yolov8n-pose",)),
+        ("ClassificationModel", ("yolov8n-cls",)),
+    ):
+        for file in files:
+            build = functools.partial(getattr(tasks, kind), f"{file}.yaml", nc=4, verbose=False)
+            yield Case("ultralytics", file, build, image(3, 64, 64))
+
+
+def zuko_models() -> Iterator[Case]:
+    """Normalizing flows."""
+    from zuko import flows
+
+    class Density(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.flow = getattr(flows, name)(3, 0, transforms=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return -self.flow().log_prob(x)
+
+    for name in ("MAF", "NSF", "NICE", "SOSPF", "BPF", "NCSF", "GF"):
+        yield Case("zuko", name, functools.partial(Density, name), image(3))
+
+
+def pykan_models() -> Iterator[Case]:
+    from kan import KAN
+
+    splines = functools.partial(KAN, width=[3, 4, 1], grid=3, k=3, auto_save=False)
+    yield Case("pykan", "KAN", splines, image(3))
+
+
 def other_models() -> Iterator[Case]:
     from denoising_diffusion_pytorch import GaussianDiffusion, KarrasUnet, Unet
 
@@ -574,5 +655,9 @@ PACKAGES: dict[str, Callable[[], Iterator[Case]]] = {
     "torch_geometric": torch_geometric_models,
     "monai": monai_models,
     "smp": segmentation_models,
+    "peft": peft_models,
+    "ultralytics": ultralytics_models,
+    "zuko": zuko_models,
+    "pykan": pykan_models,
     "others": other_models,
 }
