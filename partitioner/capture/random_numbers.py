@@ -150,8 +150,8 @@ def _undone_checks() -> Iterator[None]:
         yield
     finally:
         sys.setprofile(profiler)
-        is_checked = any(file.startswith("<@beartype(") for file in files)
-        if is_checked and not any(map(is_user_file, files)):
+        checks = {file for file in files if file.startswith("<@beartype(")}
+        if checks and files <= checks | {__file__}:
             random.setstate(state)
 
 

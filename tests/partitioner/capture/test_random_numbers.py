@@ -524,5 +524,17 @@ def test_draws_of_checks_of_types_are_none_of_forward(
     monkeypatch.setitem(sys.modules, "beartype", ModuleType("beartype"))
     captured = capture(checked(kind)(), {"x": X}, check=False)
     assert len(captured.graph.nodes) == len(capture(kind(), {"x": X}).graph.nodes)
+
+
+def written(self: Any, x: Tensor) -> Tensor:
+    return x * eval("self.rng[0]()")  # code without a file, as of torch.fx
+
+
+@pytest.mark.parametrize("changed", [Reference.changed, written])
+def test_a_stored_reference_is_seen_beside_checks_of_types(
+    changed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "beartype", ModuleType("beartype"))
+    monkeypatch.setattr(Reference, "changed", changed)
     with pytest.raises(CaptureError, match="through a stored reference"):
         capture(checked(Reference)(), {"x": X})
