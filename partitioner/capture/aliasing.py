@@ -15,9 +15,9 @@ once for the sizes of their first inputs, which no copy could hold.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import torch
@@ -206,30 +206,34 @@ def verify_separate(capture: Capture) -> None:
     changed = frozenset[int]().union(*(node.meta["mutates"] for node in capture.graph.nodes))
     changing = {str(node.target) for node in nodes if node.meta["storages"] & changed}
     changing |= {name for name, parameter in parameters.items() if parameter.requires_grad}
-    of_memory: dict[int, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in {**parameters, **dict(model.named_buffers()), **constants}.items():
-        of_memory[tensor.untyped_storage()._cdata][name] = tensor
-    for named in of_memory.values():
-        for one, other in combinations(named, 2):
-            if not changing.isdisjoint((one, other)) and _overlap(named[one], named[other]):
-                raise CaptureError(
-                    f"{one} and {other} are two tensors in the same memory, and stages would hold "
-                    "each in its own: a change of one would not reach the other.",
-                    "Use one tensor in both places, compute one from the other in forward, or copy "
-                    "it with clone().",
-                )
+    named = {**parameters, **dict(model.named_buffers()), **constants}
+    for one, other in _overlapping({name: each for name, each in named.items() if each.numel()}):
+        if not changing.isdisjoint((one, other)):
+            raise CaptureError(
+                f"{one} and {other} are two tensors in the same memory, and stages would hold each "
+                "in its own: a change of one would not reach the other.",
+                "Use one tensor in both places, compute one from the other in forward, or copy it "
+                "with clone().",
+            )
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors of one storage have a number in common."""
-    if one is other or not (one.numel() and other.numel()):
-        return False
-    if one.dtype != other.dtype:
-        return True
-    first, second = sorted((one, other), key=Tensor.storage_offset)
-    apart = int(second.storage_offset() - first.storage_offset())
-    if apart == 0 or apart > _reach(first):
-        return apart == 0
+def _overlapping(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """The names of tensors that have a number in common. Addresses tell it, for NumPy and DLPack
+    make storages of their own in the same memory; on meta they begin at 0 in every storage."""
+    of_device: dict[object, list[tuple[str, int]]] = defaultdict(list)  # with the end in bytes
+    for name in sorted(named, key=lambda name: named[name].data_ptr()):
+        tensor, start = named[name], named[name].data_ptr()
+        device = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.device
+        near = [(other, end) for other, end in of_device[device] if end > start]
+        yield from ((other, name) for other, _ in near if _overlap(named[other], tensor))
+        of_device[device] = [*near, (name, start + (_reach(tensor) + 1) * tensor.itemsize)]
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """True if two tensors, the first of which does not begin later, have a number in common."""
+    apart, odd = divmod(second.data_ptr() - first.data_ptr(), first.itemsize)
+    if first is second or first.dtype != second.dtype or odd or not apart:
+        return first is not second
     places = torch.arange(max(_reach(first), apart + _reach(second)) + 1)
     of_first = places.as_strided(first.shape, first.stride())
     of_second = places.as_strided(second.shape, second.stride(), apart)

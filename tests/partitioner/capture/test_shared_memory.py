@@ -137,6 +137,10 @@ def kept_row(model: Any) -> None:
     model.plain = model.a.weight.detach()[2]
 
 
+def kept_row_through_numpy(model: Any) -> None:
+    model.plain = torch.from_numpy(model.a.weight.detach().numpy()[2])
+
+
 def kept_mean(model: Any) -> None:
     model.plain = model.mean[:]
 
@@ -170,6 +174,7 @@ def kept_row_of_what_is_frozen(model: Any) -> None:
     [
         (same_numbers, "a.weight and b.weight"),
         (kept_row, "a.weight and plain"),
+        (kept_row_through_numpy, "a.weight and plain"),
         (kept_mean, "mean and plain"),
         (buffer_of_a_bias, "a.bias and mean"),
         (common_column, "a.weight and b.weight"),
