@@ -66,10 +66,10 @@ def write_ratio(ratio: float) -> str:
 
 def write_loss(loss: float) -> str:
     """
-    >>> write_loss(10.96591)
-    '10.9659'
+    >>> write_loss(10.96591), write_loss(0.000123456), write_loss(3.7298e56)
+    ('10.9659', '0.0001235', '3.73e+56')
     """
-    return f"{loss:.4f}"
+    return f"{loss:.4f}" if loss == 0 or 0.01 <= abs(loss) < 1e6 else f"{loss:.4g}"
 
 
 def write_gap(gap: float) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ..checkpoint.folders import FolderInUse
+from ..checkpoint.folders import FolderInUse, checkpoints_in
 from ..checkpoint.remote import Location, bring
 from ..checkpoint.resuming import CONFIGURATION, resumed_run, runs_of
 from ..checkpoint.storage import check_exportable
@@ -37,6 +37,7 @@ from ..limits import flag_of
 from ..locations import is_url
 from ..monitoring.diagnostics import check_debugger
 from ..monitoring.records import Reporter
+from ..monitoring.run_files import METRICS, read_run
 from ..monitoring.trackers import check_log
 from ..plan.plan import Plan, read_plan
 from ..plan.trust import code_hashes
@@ -49,6 +50,7 @@ from ..training.setup import Job
 from ..user_code import check_own_file, exits_as_errors, import_object, names_object
 
 _PLAN = "plan.json"
+_OF_A_START = (CONFIGURATION, METRICS, "report.html", "schedule.txt", "ranks", "logs")
 
 
 def check_job(job: Job) -> None:
@@ -92,16 +94,34 @@ def check_unstarted(job: Job) -> Job:
 
 
 def check_folder(job: Job) -> None:
-    """Raises SettingsError when the run's folder belongs to another run, or is a file."""
+    """Raises SettingsError when the run's folder belongs to another run, or is a file. A run that
+    failed before its first step is in nobody's way."""
     config, folder = job.config, job.folder
     if config.resume is not None and folder == resumed_run(config):
         return
-    if (folder / CONFIGURATION).exists():
+    if (folder / CONFIGURATION).exists() and not _failed_to_start(folder):
         raise SettingsError(
             f"--output {folder} already contains a run.", "Choose another folder, or remove it."
         )
     if folder.exists() and not folder.is_dir():
         raise not_of_a_run(str(folder))
+
+
+def _failed_to_start(folder: Path) -> bool:
+    """True for the folder of a run that failed before its first step."""
+    if checkpoints_in(folder) or not (folder / METRICS).is_file():
+        return False
+    run = read_run(folder)
+    return bool(run.failure) and not (run.losses or run.evals)
+
+
+def _clear(folder: Path) -> None:
+    """Deletes what a run left that failed before its first step."""
+    for path in (folder / name for name in _OF_A_START):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def not_of_a_run(place: str) -> SettingsError:
@@ -196,6 +216,8 @@ def make_folder(job: Job) -> Job:
         if job.config.resume is not None and job.folder == resumed_run(job.config):
             shutil.rmtree(ranks, ignore_errors=True)
         check_folder(job)
+        if _failed_to_start(job.folder):
+            _clear(job.folder)
         with contextlib.suppress(OSError):
             ranks.rmdir()  # left by a run that ended before it began
         ranks.mkdir()

@@ -43,6 +43,7 @@ from ..distributed.process_groups import World
 from ..errors import AsyncPipeError
 from ..executor.instrumented import Activities, Activity
 from ..executor.tied_parameters import shared_weights
+from ..formatting import write_loss
 from ..plan.plan import Plan
 from ..sharding.matrices import NO_MATRICES, WholeMatrices
 from ..sharding.shards import WHOLE, Shards
@@ -396,7 +397,7 @@ class Finite:
 
     def check_loss(self, step: int, loss: float) -> None:
         if not self._is_finite(loss):
-            last = f" (it was {self.loss:.3f} at step {self._step}{self._norm})"
+            last = f" (it was {write_loss(self.loss)} at step {self._step}{self._norm})"
             raise LossError(
                 f"the loss is {loss} at step {step}{last if self._step else ''}. Stopped.",
                 self._cure,
@@ -411,7 +412,7 @@ class Finite:
             stages = f"stage{'s' if len(wrong) > 1 else ''} {', '.join(wrong)}"
             raise LossError(
                 f"the gradient norm of {stages} is {norm} at step {step}, where the loss is "
-                f"{self.loss:.3f}. Stopped before the weights changed.",
+                f"{write_loss(self.loss)}. Stopped before the weights changed.",
                 self._cure,
             )
         self._norm = f", the gradient norm {norm:.2g} before"

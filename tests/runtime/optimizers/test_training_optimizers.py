@@ -264,7 +264,7 @@ def test_a_loss_that_is_no_number_ends_the_run(
         observer.on_step(1, version)
 
     step(1, torch.tensor(3.21))
-    with pytest.raises(LossError, match=r"the loss is nan at step 2 \(it was 3.210 at step 1, the"):
+    with pytest.raises(LossError, match=r"the loss is nan at step 2 \(it was 3.2100 at step 1"):
         step(2, torch.tensor(math.nan))
 
 
@@ -282,7 +282,7 @@ def test_a_gradient_that_is_no_number_ends_a_clipped_run_before_its_step(
         observer.on_gradients(stage, 1)
     observer.on_step(0, 1)
     found = (
-        r"the gradient norm of stage 1 is inf at step 1, where the loss is 3.210. Stopped before"
+        r"the gradient norm of stage 1 is inf at step 1, where the loss is 3.2100. Stopped before"
     )
     with pytest.raises(LossError, match=found):
         observer.on_step(1, 1)
@@ -305,7 +305,7 @@ def test_a_clipped_run_says_that_the_loss_is_no_number_rather_than_its_gradients
         observer.on_step(0, version)
         if version == 1:
             observer.on_step(1, version)
-    with pytest.raises(LossError, match=r"the loss is nan at step 2 \(it was 3.210 at step 1"):
+    with pytest.raises(LossError, match=r"the loss is nan at step 2 \(it was 3.2100 at step 1"):
         observer.on_step(1, 2)
 
 
