@@ -6,6 +6,7 @@ without `force`. The weights are written as one shard a stage, as the runtime lo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -120,8 +121,10 @@ def write_folder(
     """Writes `files` and weights to a temporary folder, calls `check`, and moves the folder.
 
     Another thread writes the weights while `check` reads the files. After any exception no
-    temporary files are left, and `folder` is unchanged. Raises DiskError where the disk is full.
+    temporary files and no new folders are left, and `folder` is unchanged. Raises DiskError where
+    the disk is full.
     """
+    new = [parent for parent in folder.parents if not parent.exists()]
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -149,6 +152,9 @@ def write_folder(
         raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        with contextlib.suppress(OSError):  # those that are not empty stay
+            for parent in new:
+                parent.rmdir()
 
 
 def _changes(plan: Plan, new: Mapping[str, object]) -> str:

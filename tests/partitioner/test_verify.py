@@ -265,14 +265,14 @@ def test_what_fails_leaves_nothing_behind(
     existed: bool,
     tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "made"
+    folder = tmp_path / "above" / "made"
     if existed:
-        folder.mkdir()
+        folder.mkdir(parents=True)
         (folder / "plan.json").write_text("old")
     with pytest.raises(PlanError):
         write_folder(folder, {"plan.json": "new"}, write_weights, check)
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == ({"made"} if existed else set())
+    left = [path.name for path in tmp_path.rglob("*")]
+    assert left == (["above", "made", "plan.json"] if existed else [])
     if existed:
         assert (folder / "plan.json").read_text() == "old"
 
