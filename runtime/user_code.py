@@ -152,7 +152,8 @@ def user_errors_as(error: type[AsyncPipeError], subject: str) -> Iterator[None]:
         raise
     except Exception as cause:
         place = own_line(cause) or last_line(cause)
-        raise error(f"{subject} failed at {place}: {type(cause).__name__}: {cause}") from cause
+        at = "" if Path(place).is_relative_to(_PACKAGE) else f" at {place}"  # a wrong signature
+        raise error(f"{subject} failed{at}: {type(cause).__name__}: {cause}") from cause
 
 
 def own_line(error: BaseException) -> str:

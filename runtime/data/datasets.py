@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..errors import DataError
 from ..extras import install
 from ..plan.plan import Plan
-from .task import Floats, Task
+from .task import InputDtypes, Task
 from .tokens import default_corpus
 
 DIGIT_CLASSES = 10
@@ -27,7 +27,7 @@ class Digits:
     """
 
     def __init__(
-        self, task: Task, shape: tuple[int, ...], *, evaluation: bool, floats: Floats
+        self, task: Task, shape: tuple[int, ...], *, evaluation: bool, dtypes: InputDtypes
     ) -> None:
         if task.classes is not None and task.classes < DIGIT_CLASSES:
             raise DataError(
@@ -39,7 +39,7 @@ class Digits:
         self._images, self._labels = images[part], labels[part]
         self._task = task
         self._channels, self._size = shape[0], shape[1:]
-        self._floats = floats
+        self._dtypes = dtypes
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class Digits:
             grey = self._images[chosen].unsqueeze(1)
             large = F.interpolate(grey, self._size, mode="bilinear", align_corners=False)
             images = large.repeat(1, self._channels, 1, 1)
-            values[self._task.sample] = self._floats.cast(self._task.sample, images)
+            values[self._task.sample] = self._dtypes.cast(self._task.sample, images)
         if self._task.label in fields:
             values[str(self._task.label)] = self._labels[chosen]
         return values
@@ -94,11 +94,11 @@ class Clusters:
     first access, not for labels alone.
     """
 
-    def __init__(self, task: Task, features: int, *, evaluation: bool, floats: Floats) -> None:
+    def __init__(self, task: Task, features: int, *, evaluation: bool, dtypes: InputDtypes) -> None:
         self._task = task
         self._features = features
         self._classes = task.classes or CLUSTER_CLASSES
-        self._floats = floats
+        self._dtypes = dtypes
         held_out = int(SAMPLES * _EVALUATION_SHARE)
         self._first, self._length = (
             (SAMPLES - held_out, held_out) if evaluation else (0, SAMPLES - held_out)
@@ -116,7 +116,7 @@ class Clusters:
         values = {}
         if self._task.sample in fields:
             points = self._points[chosen]
-            values[self._task.sample] = self._floats.cast(self._task.sample, points)
+            values[self._task.sample] = self._dtypes.cast(self._task.sample, points)
         if self._task.label in fields:
             values[str(self._task.label)] = self._labels[chosen]
         return values

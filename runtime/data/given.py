@@ -19,7 +19,7 @@ from ..errors import DataError
 from ..plan.plan import Plan
 from ..tensor_files import raw_bytes
 from .samples import OTHER_NAMES
-from .task import TARGET, Floats, arguments_of, batch_dims, named_inputs, sizes_of
+from .task import TARGET, InputDtypes, arguments_of, batch_dims, named_inputs, sizes_of
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class GivenBatch:
 
 
 def split_batch(
-    plan: Plan, batch: Any, count: int, *, replicas: int, target: bool, floats: Floats
+    plan: Plan, batch: Any, count: int, *, replicas: int, target: bool, dtypes: InputDtypes
 ) -> GivenBatch:
     """A batch in `count` micro-batches for each replica, of sizes as equal as possible, larger ones
     first; in fewer where it has fewer samples.
 
     target: a loss outside the model reads a target.
-    floats: the dtypes of inputs of floating point.
+    dtypes: those of the values.
 
     Raises DataError for a batch that does not fit the plan.
     """
     values = {
-        name: floats.cast(name, value)
+        name: dtypes.cast(name, value)
         for name, value in named_values(plan, batch, target=target).items()
     }
     dims = batch_dims(plan)

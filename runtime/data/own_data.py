@@ -64,6 +64,11 @@ def own_parts(source: str, seed: int) -> tuple[Part, Part | None]:
             return function() if callable(function) else function
 
     data = call()
+    if isinstance(data, type):
+        raise DataError(
+            f"--data {source} gives the class {data.__name__}, not an object of it.",
+            f"Return {data.__name__}(...).",
+        )
     pair = _pair(data, source)
     if pair is None:
         return _part(data, source, call if callable(function) else None), None

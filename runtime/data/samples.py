@@ -19,7 +19,7 @@ from ..errors import DataError
 from ..plan.structure import names_in, tensors_by_name
 from ..tensor_files import raw_bytes
 from ..user_code import user_errors_as
-from .task import TARGET, Floats, Task
+from .task import TARGET, InputDtypes, Task
 
 _DIGESTED_BYTES = 1 << 26
 """The most bytes of a column that its digest reads, in pieces over its whole length."""
@@ -34,12 +34,12 @@ Collate = Callable[[list[Any]], Any]
 class Naming:
     """Gives the values of a sample, or of a batch, the names that the model reads."""
 
-    def __init__(self, task: Task, source: str, *, floats: Floats) -> None:
+    def __init__(self, task: Task, source: str, *, dtypes: InputDtypes) -> None:
         self.fields = task.fields
         self.source = source
         self._arguments = task.arguments
         self._has_label = task.label is not None
-        self._floats = floats
+        self._dtypes = dtypes
 
     def named(self, sample: Any) -> Mapping[str, Any]:
         """Every value by its name; raises DataError for another number of values."""
@@ -76,17 +76,18 @@ class Naming:
             )
 
     def tensor(self, name: str, value: Any) -> Tensor:
-        """A value as a tensor; floating-point numbers have the dtype of the run. Raises DataError
-        for a value that is not a tensor, an array or numbers."""
+        """A value as a tensor in the dtype that the run reads. Raises DataError for a value that is
+        not a tensor, an array or numbers."""
         try:
-            tensor = torch.as_tensor(value)
+            tensor = torch.as_tensor(value).detach()
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(
                 f"{name} of a sample of {self.source} has the type {type(value).__name__}, which "
                 "is not a tensor, an array or numbers.",
                 "Convert it in the dataset, for example by torchvision's ToTensor or a tokenizer.",
             ) from error
-        return self._floats.cast(name, tensor)
+        is_strided = tensor.layout is torch.strided
+        return self._dtypes.cast(name, tensor if is_strided else tensor.to_dense())
 
     def _positions(self) -> tuple[str, ...]:
         """The names of the values of a sample without names: arguments with tensors, then the
@@ -190,10 +191,11 @@ class Columns:
         return _row(self._columns, index)
 
     def digest(self) -> bytes:
-        """32 bytes that differ when a tensor or an array of the columns does."""
+        """32 bytes that differ when a tensor or an array of numbers of the columns does."""
         sha256 = hashlib.sha256()
         for name, leaf in self._leaves.items():
-            if isinstance(leaf, Tensor | np.ndarray):
+            is_array = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
+            if is_array or isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 for part in _pieces(torch.as_tensor(leaf)):
                     sha256.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
                     sha256.update(raw_bytes(part))

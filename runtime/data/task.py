@@ -183,48 +183,56 @@ def find_task(plan: Plan, *, criterion: str | None, architecture: str = "") -> T
 
 
 @dataclass(frozen=True)
-class Floats:
-    """The dtypes of a run's inputs of floating point, and of complex ones.
+class InputDtypes:
+    """The dtypes of the values that a run reads.
 
     by_name: those of the model's inputs.
-    others: that of the rest, such as a target: by default that of the first output. Complex tensors
-        have its complex dtype, and others its real one.
+    others: that of other values of floating point, such as a target: by default that of the first
+        output. Complex tensors have its complex dtype, and others its real one.
     """
 
     by_name: Mapping[str, torch.dtype]
     others: torch.dtype
 
     def cast(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor of the input with this name in its dtype; one of whole numbers as it is.
-        Raises DataError for complex numbers where the model was captured with real ones."""
+        """The tensor of the input with this name in its dtype: numbers of floating point, complex
+        ones, and whole numbers of a narrower dtype. Others are as they are. Raises DataError for
+        complex numbers where the model was captured with real ones."""
+        own = self.by_name.get(name)
         if not _is_inexact(tensor.dtype):
-            return tensor
-        dtype = self.by_name.get(name, self.others)
-        if name in self.by_name and tensor.is_complex() and not dtype.is_complex:
+            return tensor.to(own) if own and _is_narrower(tensor.dtype, own) else tensor
+        if own and tensor.is_complex() and own.is_floating_point:
             raise DataError(
-                f"{name} of the data is {tensor.dtype}, but the model reads {dtype}.",
+                f"{name} of the data is {tensor.dtype}, but the model reads {own}.",
                 f"Partition the model again with example inputs whose {name} is complex.",
             )
         if tensor.is_complex():
-            return tensor.to(dtype.to_complex())
-        return tensor.to(dtype if name in self.by_name else dtype.to_real())
+            return tensor.to((own if own and own.is_complex else self.others).to_complex())
+        return tensor.to(own if own and _is_inexact(own) else self.others.to_real())
+
+
+def _is_narrower(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """True for two dtypes of whole numbers of which the other holds all of the first."""
+    if any(_is_inexact(either) or either is torch.bool for either in (dtype, other)):
+        return False
+    own, others = torch.iinfo(dtype), torch.iinfo(other)
+    return others.min <= own.min and own.max <= others.max
 
 
 def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def floats_of(plan: Plan, dtype: str | None) -> Floats:
-    """The dtypes of the model's inputs; `dtype` for all if it is given."""
-    own, values = (
-        {spec.name: found for spec in specs if _is_inexact(found := dtype_of(spec.dtype))}
-        for specs in (plan.inputs, plan.values)
-    )
+def input_dtypes(plan: Plan, dtype: str | None) -> InputDtypes:
+    """The dtypes of the model's inputs; `dtype` for all real ones if it is given."""
+    own = {spec.name: dtype_of(spec.dtype) for spec in plan.inputs}
     if dtype is not None:
         real = dtype_of(dtype)
-        return Floats({name: its if its.is_complex else real for name, its in own.items()}, real)
+        given = {name: real if its.is_floating_point else its for name, its in own.items()}
+        return InputDtypes(given, real)
+    values = {spec.name: dtype_of(spec.dtype) for spec in plan.values}
     made = [values[name] for name in names_in(plan.outputs) if name in values]
-    return Floats(own, made[0] if made else torch.float32)
+    return InputDtypes(own, next(filter(_is_inexact, made), torch.float32))
 
 
 def architecture_of(folder: str | Path) -> str:

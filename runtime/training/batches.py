@@ -27,11 +27,11 @@ from ..data.samples import Columns, Naming, OwnDataset
 from ..data.streams import UNKNOWN_LENGTH, Stream, StreamSamples, first_rows
 from ..data.task import (
     BatchDims,
-    Floats,
+    InputDtypes,
     SampleOrder,
     Task,
     batch_dims,
-    floats_of,
+    input_dtypes,
     laid_out,
     sizes_of,
 )
@@ -241,9 +241,9 @@ def open_data(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
 
 
 def _opened(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
-    source, floats = config.data, floats_of(plan, config.dtype)
+    source, dtypes = config.data, input_dtypes(plan, config.dtype)
     if names_object(source):
-        return _open_own(config, task, floats)
+        return _open_own(config, task, dtypes)
     if is_url(source):
         return _open_remote(config, task, plan)
     if task.kind == "text":
@@ -251,7 +251,7 @@ def _opened(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
     read = next(spec for spec in plan.inputs if spec.name == task.sample)
     shape = read.sample_sizes(plan.sizes)
     if source == "digits" and task.kind == "image":
-        images = [Digits(task, shape, evaluation=part, floats=floats) for part in (False, True)]
+        images = [Digits(task, shape, evaluation=part, dtypes=dtypes) for part in (False, True)]
         return Data(
             images[0],
             images[1],
@@ -260,7 +260,7 @@ def _opened(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
         )
     if source == "clusters" and task.kind == "features":
         points = [
-            Clusters(task, shape[0], evaluation=part, floats=floats) for part in (False, True)
+            Clusters(task, shape[0], evaluation=part, dtypes=dtypes) for part in (False, True)
         ]
         return Data(points[0], points[1], source, f"clusters ({len(points[0]):,} synthetic points)")
     raise DataError(
@@ -270,10 +270,10 @@ def _opened(config: RunConfig, task: Task, plan: Plan, folder: Path) -> Data:
     )
 
 
-def _open_own(config: RunConfig, task: Task, floats: Floats) -> Data:
+def _open_own(config: RunConfig, task: Task, dtypes: InputDtypes) -> Data:
     source, seed = config.data, config.seed
     own = own_parts(source, seed)
-    naming = Naming(task, source, floats=floats)
+    naming = Naming(task, source, dtypes=dtypes)
     parts = [None if part is None else _dataset(part, naming) for part in own]
     if own[1] is not None and own[1].stream is not None:
         parts[1] = _read_evaluation(own[1].stream, naming, config)
@@ -328,7 +328,7 @@ def _read_evaluation(stream: Stream, naming: Naming, config: RunConfig) -> Datas
 def _open_remote(config: RunConfig, task: Task, plan: Plan) -> Data:
     """The text at a URL, read while the run trains on it; it has no evaluation data."""
     texts = RemoteText(config.data, task, plan, seed=config.seed)
-    naming = Naming(task, config.data, floats=floats_of(plan, config.dtype))
+    naming = Naming(task, config.data, dtypes=input_dtypes(plan, config.dtype))
     stream = Stream(config.data, texts, texts.again)
     return Data(
         StreamSamples(stream, naming),

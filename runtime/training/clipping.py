@@ -377,6 +377,12 @@ class LossError(AsyncPipeError):
     """A loss or a gradient is NaN or infinite."""
 
 
+_UNTRAINED = (
+    "The weights are still the initial ones: look in them and in the data for numbers that are not "
+    "finite, or too large."
+)
+
+
 class Finite:
     """Checks the numbers of each step, and remembers the last good ones.
 
@@ -400,7 +406,7 @@ class Finite:
             last = f" (it was {write_loss(self.loss)} at step {self._step}{self._norm})"
             raise LossError(
                 f"the loss is {loss} at step {step}{last if self._step else ''}. Stopped.",
-                self._cure,
+                self._cure if step > 1 else _UNTRAINED,
             )
         self.loss, self._step = loss, step
 

@@ -209,12 +209,16 @@ Criterion = Callable[[Any, Tensor], Tensor]
 
 
 def cross_entropy(outputs: Any, target: Tensor) -> Tensor:
-    """The mean cross entropy over all targets; logits `f32[..., classes]`, target `i64[...]`.
+    """The mean cross entropy over all targets; logits `f32[..., classes]`, target `i64[...]`, or
+    class probabilities `f32[..., classes]`.
 
-    Raises DataError when the number of targets differs from the number of rows of logits.
+    Raises DataError when the number of targets differs from the number of rows of logits, and for
+    targets that are neither classes of the logits nor probabilities.
     """
     logits = logits_of(outputs)
     rows = logits.flatten(0, -2) if logits.ndim > 1 else logits[None]
+    if target.is_floating_point() and target.shape == logits.shape:
+        return F.cross_entropy(rows, target.reshape(rows.shape))
     if len(rows) != target.numel():
         raise DataError(
             f"cross_entropy takes the last dimension as the classes, so logits of shape "
@@ -223,7 +227,22 @@ def cross_entropy(outputs: Any, target: Tensor) -> Tensor:
             "Let the model return its classes last, for example logits.movedim(1, -1), or give "
             "--criterion my_file.py:function, which may call torch's cross_entropy.",
         )
-    return F.cross_entropy(rows, target.flatten())
+    if target.is_floating_point() or target.is_complex():
+        raise DataError(
+            f"cross_entropy takes whole numbers as classes, but the targets are {target.dtype}.",
+            "Give them as whole numbers (y.long()), or probabilities of the shape "
+            f"{tuple(logits.shape)}; or choose --criterion mse for numbers.",
+        )
+    try:
+        return F.cross_entropy(rows, target.flatten().long())
+    except IndexError:
+        classes = rows.shape[1]
+        raise DataError(
+            f"the targets go from {target.min()} to {target.max()}, but the model has {classes} "
+            f"classes (0 to {classes - 1}).",
+            "Number the classes from 0 on and mark targets that do not count by -100, or give the "
+            "model more outputs.",
+        ) from None
 
 
 def mse(outputs: Any, target: Tensor) -> Tensor:

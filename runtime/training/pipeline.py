@@ -31,7 +31,7 @@ from ..config.segments import RunSegment, segments
 from ..config.settings import SettingsError
 from ..data.given import GivenBatch, split_batch
 from ..data.streams import UNKNOWN_LENGTH
-from ..data.task import floats_of
+from ..data.task import input_dtypes
 from ..distributed.calls import Calls
 from ..distributed.process_groups import SharedStore, leave
 from ..errors import DataError
@@ -422,7 +422,7 @@ class Pipeline(TrainedStages):
             self.config.micro_batches,
             replicas=self._world.replicas,
             target=target,
-            floats=floats_of(self.plan, self.config.dtype),
+            dtypes=input_dtypes(self.plan, self.config.dtype),
         )
 
     def _use(self, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:

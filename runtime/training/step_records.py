@@ -14,11 +14,18 @@ from ..executor.instrumented import CACHE_BYTES, CACHE_FIGURES, COMPUTING, PURPO
 from ..monitoring.gather import Gather, RankFigures
 from ..monitoring.idle import RankTime
 from ..monitoring.records import PARTS_OF_TIME, Pace, Reporter, StalenessSummary, StepRecord
+from ..plan.plan import Plan
 
 if TYPE_CHECKING:
     from .setup import Setup
 
 _STEADY = 1000
+
+
+def _tokens(plan: Plan, sample: str) -> int:
+    """The tokens of a sample of text, in the input with this name."""
+    (spec,) = (spec for spec in plan.inputs if spec.name == sample)
+    return math.prod(spec.sample_sizes(plan.sizes))
 
 
 class Watch:
@@ -45,7 +52,8 @@ class Watch:
         *,
         length: int,
     ) -> None:
-        config, batch, is_text = setup.job.config, setup.batch, setup.job.task.kind == "text"
+        config, batch, task = setup.job.config, setup.batch, setup.job.task
+        is_text = task.kind == "text"
         self._config = config
         self._factor = setup.learning_rate
         self._gather = gather
@@ -54,7 +62,7 @@ class Watch:
         self._before_s = setup.checkpoint.facts.seconds if setup.checkpoint else 0.0
         self._activities = setup.activities
         self._unit = "tok" if is_text else "samples"
-        self._per_sample = (config.seq or 1) if is_text else 1
+        self._per_sample = _tokens(setup.job.plan, task.sample) if is_text else 1
         self._warm: tuple[int, float, float] | None = None
         self._started_s = perf_counter()
         self._interval: list[list[RankFigures]] = []

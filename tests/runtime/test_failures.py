@@ -163,6 +163,17 @@ def test_a_loss_that_is_no_number_ends_all_and_is_not_tried_again(
     assert second.startswith("--lr 0.0003 instead of 0.001, or a longer --warmup, or --clip 1")
 
 
+def test_a_first_loss_that_is_no_number_is_no_fault_of_the_learning_rate(
+    folders: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(DATA.replace("POSITION", "0"))
+    given = {"data": f"{tmp_path / 'own.py'}:samples", "steps": 2}
+    with FaultyRun(folders / "mlp", tmp_path / "run", given) as started:
+        first, second = started.finish().error.splitlines()
+    assert first == "error: the loss is nan at step 1. Stopped."
+    assert second.startswith("The weights are still the initial ones: look in them and in the data")
+
+
 def test_a_loss_that_is_no_number_names_the_checkpoint_to_go_on_from(
     folders: Path, tmp_path: Path
 ) -> None:

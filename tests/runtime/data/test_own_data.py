@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -176,6 +177,8 @@ class Frame(list):  # type: ignore[type-arg]
         ((X, Y[:7]), r"the columns differ in length \(\[0\] 20, \[1\] 7\)"),
         ((X, X, Y, Y[:5]), r"the columns differ in length"),
         (3, "gives a int, not a sequence"),
+        (Rows, "gives the class Rows, not an object of it"),
+        ({"x": X, "target": np.array(["one"] * COUNT)}, "target of a sample .* has the type str_"),
         (Frame("xy"), "gives a Frame, not a sequence of samples"),
         ([{"x": object(), "target": 0}] * 3, "x of a sample .* has the type object"),
         (
@@ -189,6 +192,13 @@ def test_a_form_that_means_nothing_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=words):
         read(opened(value).train, 0, 1)
+
+
+@pytest.mark.parametrize("x", [X.clone().requires_grad_(), X.to_sparse(), X.double().numpy()])
+def test_a_sample_is_a_tensor_of_numbers_alone(opened: Callable[[Any], Data], x: Any) -> None:
+    columns = {"x": x, "target": Y.int(), "name": np.array(["one"] * COUNT)}
+    batch = read(opened(columns).train, 2, 1)
+    assert torch.equal(batch["x"], X[[2, 1]]) and not batch["x"].requires_grad
 
 
 def test_labels_are_found_under_label_where_the_model_reads_labels(

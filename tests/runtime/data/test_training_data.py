@@ -25,7 +25,7 @@ from asyncpipe.runtime.data.datasets import (
     clustered_points,
     default_data,
 )
-from asyncpipe.runtime.data.task import Floats, SampleOrder, Task, find_task
+from asyncpipe.runtime.data.task import InputDtypes, SampleOrder, Task, find_task
 from asyncpipe.runtime.data.text import IGNORED, TextWindows
 from asyncpipe.runtime.data.tokens import (
     Shards,
@@ -485,8 +485,8 @@ def test_a_wrong_tokenizer_is_refused(
 def test_digits_are_resized_to_what_the_model_reads() -> None:
     pytest.importorskip("sklearn")
     task = Task("image", "pixel_values", "labels", ("pixel_values", "labels"), classes=10)
-    train = Digits(task, (3, 32, 32), evaluation=False, floats=Floats({}, torch.float32))
-    held_out = Digits(task, (3, 32, 32), evaluation=True, floats=Floats({}, torch.float32))
+    train = Digits(task, (3, 32, 32), evaluation=False, dtypes=InputDtypes({}, torch.float32))
+    held_out = Digits(task, (3, 32, 32), evaluation=True, dtypes=InputDtypes({}, torch.float32))
     assert (len(train), len(held_out)) == (1437, 360)
     got = train.get([0, 1, 2], train.fields)
     assert got["pixel_values"].shape == (3, 3, 32, 32)
@@ -497,14 +497,15 @@ def test_digits_are_resized_to_what_the_model_reads() -> None:
 def test_a_model_of_two_classes_cannot_read_digits() -> None:
     task = Task("image", "x", "labels", ("x", "labels"), classes=2)
     with pytest.raises(DataError, match="10 classes, the model tells 2 apart"):
-        Digits(task, (3, 32, 32), evaluation=False, floats=Floats({}, torch.float32))
+        Digits(task, (3, 32, 32), evaluation=False, dtypes=InputDtypes({}, torch.float32))
 
 
 def test_clusters_are_the_same_every_time_and_all_classes_occur(mlp: Plan) -> None:
     task = find_task(mlp, criterion="cross_entropy")
     assert (task.kind, task.classes, task.fields) == ("features", CLASSES, ("x", "target"))
     one, two = (
-        Clusters(task, WIDTH, evaluation=False, floats=Floats({}, torch.float64)) for _ in range(2)
+        Clusters(task, WIDTH, evaluation=False, dtypes=InputDtypes({}, torch.float64))
+        for _ in range(2)
     )
     got = one.get([5, 6], ["x", "target"])
     clustered_points.cache_clear()
@@ -516,7 +517,7 @@ def test_clusters_are_the_same_every_time_and_all_classes_occur(mlp: Plan) -> No
 
 def test_points_of_a_cluster_lie_together() -> None:
     task = Task("features", "x", "y", ("x", "y"), classes=2)
-    data = Clusters(task, 8, evaluation=False, floats=Floats({}, torch.float32))
+    data = Clusters(task, 8, evaluation=False, dtypes=InputDtypes({}, torch.float32))
     data.get([0], ["x"])
     members = cluster_of_sample(2) == 3
     inside = data._points[members][:, :4]
@@ -525,7 +526,7 @@ def test_points_of_a_cluster_lie_together() -> None:
 
 def test_a_feed_gives_micro_batches_in_the_order_of_positions(mlp: Plan) -> None:
     task = find_task(mlp, criterion="cross_entropy")
-    data = Clusters(task, WIDTH, evaluation=False, floats=Floats({}, torch.float32))
+    data = Clusters(task, WIDTH, evaluation=False, dtypes=InputDtypes({}, torch.float32))
     order = SampleOrder(len(data), seed=1)
     feed = Feed(data, order, StepBatch((4,)), ["target"])
     expected = data.get(order.samples(8, 4), ["target"])["target"]

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.data.own_data import own_parts
+from asyncpipe.runtime.errors import DataError
 from asyncpipe.runtime.executor.loading import load
-from asyncpipe.runtime.training.evaluation import right_answers
+from asyncpipe.runtime.training.evaluation import cross_entropy, right_answers
 from asyncpipe.tests.support.models.hand_folders import CLASSES, WIDTH, write_mlp
 from asyncpipe.tests.support.processes.quick_python import run
 from asyncpipe.tests.support.processes.silent_reporter import FACTORY
@@ -127,3 +128,25 @@ def test_an_evaluation_covers_every_sample_once(
     assert evaluated["loss"] == pytest.approx(expected.item(), rel=1e-5)
     right = (logits.argmax(-1) == target).float().mean().item()
     assert evaluated["accuracy"] == pytest.approx(right)
+
+
+def test_cross_entropy_takes_what_that_of_torch_takes_and_narrower_whole_numbers() -> None:
+    logits, classes = torch.randn(3, 4, 5), torch.randint(5, (3, 4))
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), classes.flatten())
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        assert torch.equal(cross_entropy(logits, classes.to(dtype)), expected)
+    shares = torch.nn.functional.one_hot(classes, 5).float()
+    assert torch.allclose(cross_entropy(logits, shares), expected)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (torch.tensor([0.0, 1.0]), "whole numbers as classes, but the targets are torch.float32"),
+        (torch.tensor([3, 5]), r"go from 3 to 5, but the model has 5 classes \(0 to 4\)"),
+        (torch.tensor([0, -1]), "go from -1 to 0, but the model has 5 classes"),
+    ],
+)
+def test_targets_that_are_no_classes_are_named(target: torch.Tensor, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        cross_entropy(torch.randn(2, 5), target)

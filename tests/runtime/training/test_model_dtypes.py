@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.runtime.data.task import Floats, floats_of
+from asyncpipe.runtime.data.task import InputDtypes, input_dtypes
 from asyncpipe.runtime.errors import DataError
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.tests.support.processes.gloo_ranks import run_processes
@@ -161,19 +161,31 @@ def test_a_split_backward_has_the_losses_of_the_plain_model(name: str, tmp_path:
 def test_targets_have_the_dtype_of_what_they_are_compared_with(tmp_path: Path) -> None:
     plan = read_plan(folder_of(*build("float64"), tmp_path / "cut"))
     one = torch.ones(1, dtype=torch.float32)
-    assert floats_of(plan, None).cast("x", one).dtype is torch.float64
-    assert floats_of(plan, None).cast("target", one).dtype is torch.float32  # that of the loss
-    assert floats_of(plan, "float64").cast("target", one).dtype is torch.float64
-    assert floats_of(plan, "float64").cast("labels", one.long()).dtype is torch.int64
+    assert input_dtypes(plan, None).cast("x", one).dtype is torch.float64
+    assert input_dtypes(plan, None).cast("target", one).dtype is torch.float32  # that of the loss
+    assert input_dtypes(plan, "float64").cast("target", one).dtype is torch.float64
+    assert input_dtypes(plan, "float64").cast("labels", one.long()).dtype is torch.int64
+
+
+@pytest.mark.parametrize("narrow", [torch.uint8, torch.int16, torch.uint16, torch.int32])
+def test_whole_numbers_become_as_wide_as_those_of_the_capture(narrow: torch.dtype) -> None:
+    dtypes = InputDtypes(
+        {"ids": torch.int64, "few": torch.uint8, "x": torch.float32}, torch.float32
+    )
+    numbers = torch.tensor([1, 200], dtype=narrow)
+    assert torch.equal(dtypes.cast("ids", numbers), torch.tensor([1, 200]))
+    for name in ("few", "x", "target"):  # would lose numbers, or hide that they are not scaled
+        assert dtypes.cast(name, numbers).dtype is narrow
+    assert dtypes.cast("ids", torch.tensor([True])).dtype is torch.bool
 
 
 def test_complex_data_keep_their_imaginary_parts() -> None:
     number = torch.tensor([1 + 2j], dtype=torch.complex128)
-    floats = Floats({"real": torch.float32, "complex": torch.complex64}, torch.float32)
+    dtypes = InputDtypes({"real": torch.float32, "complex": torch.complex64}, torch.float32)
     for name in ("complex", "target"):
-        assert floats.cast(name, number).dtype is torch.complex64
-    assert floats.cast("complex", number.real).dtype is torch.complex64
-    of_complex = Floats({}, torch.complex64)
+        assert dtypes.cast(name, number).dtype is torch.complex64
+    assert dtypes.cast("complex", number.real).dtype is torch.complex64
+    of_complex = InputDtypes({}, torch.complex64)
     assert of_complex.cast("target", number.real).dtype is torch.float32
 
 
@@ -181,6 +193,6 @@ def test_complex_data_keep_their_imaginary_parts() -> None:
 def test_complex_data_of_an_input_of_real_numbers_are_refused(
     dtype: str | None, tmp_path: Path
 ) -> None:
-    floats = floats_of(read_plan(folder_of(*build("float64"), tmp_path / "cut")), dtype)
+    dtypes = input_dtypes(read_plan(folder_of(*build("float64"), tmp_path / "cut")), dtype)
     with pytest.raises(DataError, match=r"x of the data is torch\.complex64, .* torch\.float64\."):
-        floats.cast("x", torch.ones(1, dtype=torch.complex64))
+        dtypes.cast("x", torch.ones(1, dtype=torch.complex64))
