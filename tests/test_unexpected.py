@@ -89,6 +89,23 @@ def worker(outputs, target):
 
 def detached(outputs, target):
     return outputs.detach().sum()
+
+
+def imaginary(outputs, target):
+    return outputs.sum() * 1j
+
+
+def several(outputs, target):
+    return outputs.sum(), outputs
+
+
+learned = torch.nn.BCELoss(torch.ones(3))
+learned.weight = torch.nn.Parameter(torch.ones(3))
+kind = torch.nn.CrossEntropyLoss
+
+
+def closure(named, lr):
+    return torch.optim.LBFGS([parameter for _, parameter in named], lr)
 """
 LINE = OWN.splitlines().index('    raise ValueError("my own mistake")  # the line to name') + 1
 
@@ -125,12 +142,23 @@ def test_what_is_wrong_with_own_data_is_one_sentence(folder: Path, data: str, wo
     assert words in trained(folder, data)
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused(folder: Path) -> None:
+    options = ("--steps", "1", "--schedule", "single", "--optimizer", "own.py:closure")
+    assert "returned a LBFGS, whose step computes the loss again by a closure" in error_of(
+        folder, "train", "mlp", "--trust", *options
+    )
+
+
 @pytest.mark.parametrize(
     ("criterion", "words"),
     [
         ("no_scalar", "the criterion returned a tensor ["),
-        ("number", "the criterion returned 3.0, but a loss is a tensor of one number"),
+        ("number", "the criterion returned 3.0, but a loss is a tensor of one real number"),
         ("detached", "the criterion returned a loss without a gradient"),
+        ("imaginary", "returned a tensor [] of complex numbers, but a loss is"),
+        ("several", "the criterion returned a tuple, but a loss is"),
+        ("learned", "--criterion own.py:learned has parameters, which the run would not train"),
+        ("kind", "--criterion own.py:kind is a class"),
         ("broken", f"forward of micro-batch 0: ValueError: my own mistake (own.py:{LINE})"),
         ("worker", "A data-loading process has ended"),
     ],

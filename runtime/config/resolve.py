@@ -74,8 +74,10 @@ def resolve(
         )
     criterion = None if plan.loss is not None else settings.criterion or plan.criterion
     if plan.loss is None and criterion is None:
+        has_loss = isinstance(plan.outputs, Mapping) and plan.outputs.get("loss") is not None
+        lacking = "a loss that is not one number" if has_loss else "no loss"
         raise PlanError(
-            f"{plan.name} returns no loss and names no criterion.",
+            f"{plan.name} returns {lacking} and names no criterion.",
             "--criterion cross_entropy, or mse, or my_file.py:function",
         )
     settings = _evaluations(_without_network(settings), plan)

@@ -7,6 +7,7 @@ a parameter's group, which some optimizers change at every step, belong to the s
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,13 @@ def make_user_optimizer(
         raise SettingsError(
             f"--optimizer {spec} returned a {type(optimizer).__name__}.",
             "Return a torch.optim.Optimizer of the parameters.",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise SettingsError(
+            f"--optimizer {spec} returned a {type(optimizer).__name__}, whose step computes the "
+            "loss again by a closure, but a pipeline computes gradients once for each step.",
+            "Choose an optimizer whose step needs no closure.",
         )
     own = {id(parameter) for _, parameter in named}
     if any(id(each) not in own for group in optimizer.param_groups for each in group["params"]):

@@ -72,17 +72,20 @@ def loss_of_stage(plan: Plan, stage: int, criterion: Criterion | None) -> LossOf
         loss = criterion(result, fed[TARGET])
         has_gradient = any(value.requires_grad for value in outputs.values())
         _verify_loss(loss, torch.is_grad_enabled() and has_gradient)
-        return loss
+        return loss.reshape(())
 
     return loss_of
 
 
 def _verify_loss(loss: Any, needs_gradient: bool) -> None:
     """Raises DataError unless a criterion has returned a trainable loss."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        is_plain = loss is None or isinstance(loss, int | float)
+        kind = repr(loss) if is_plain else f"a {type(loss).__name__}"
+        if isinstance(loss, Tensor):
+            kind = f"a tensor {list(loss.shape)}{' of complex numbers' * loss.is_complex()}"
         raise DataError(
-            f"the criterion returned {shape}, but a loss is a tensor of one number.",
+            f"the criterion returned {kind}, but a loss is a tensor of one real number.",
             "Return for example losses.mean().",
         )
     if needs_gradient and not loss.requires_grad:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config.batch_layout import EvaluationBatch
@@ -274,10 +274,24 @@ def check_name(name: str) -> None:
 def find_criterion(name: str, seed: int) -> Criterion:
     """A built-in criterion, or the user's own `module:function` of (outputs, target).
 
-    `seed` is the run's. Raises SettingsError for an unknown name.
+    `seed` is the run's. Raises SettingsError for an unknown name, for a class, and for a module
+    with parameters, which nothing would train.
     """
     if name in CRITERIA:
         return CRITERIA[name]
     check_name(name)
     criterion: Criterion = import_seeded(name, "--criterion", SettingsError, seed)
+    if isinstance(criterion, type):
+        raise SettingsError(
+            f"--criterion {name} is a class.",
+            f"Name an object of it: own_loss = {criterion.__name__}(...).",
+        )
+    if isinstance(criterion, nn.Module) and any(
+        weight.requires_grad for weight in criterion.parameters()
+    ):
+        raise SettingsError(
+            f"--criterion {name} has parameters, which the run would not train.",
+            "Let the forward of the model compute this loss, or set requires_grad of these "
+            "parameters to False.",
+        )
     return criterion

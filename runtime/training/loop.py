@@ -22,6 +22,7 @@ from ..monitoring.records import EvalRecord, StepRecord
 from ..monitoring.trace import Tracing
 from ..monitoring.trackers import CompositeReporter
 from ..schedule.schedule import Schedule
+from ..user_code import names_object
 from .checkpointing import (
     Checkpoints,
     Progress,
@@ -275,10 +276,11 @@ class Run:
             evaluated=self._evaluated,
         )
         if difference is not None:
+            cure = "Please report the options; where hosts differ in processors, use hosts alike."
+            if names_object(self._config.optimizer):
+                cure = "Your optimizer may draw no random numbers, or go by a parameter's place."
             raise SharedParameterError(
-                difference,
-                "The weights are written, but were evaluated with both values. Please report the "
-                "options of this run; where hosts differ in their processors, use hosts alike.",
+                difference, f"The weights are written, but were evaluated with both values. {cure}"
             )
 
     def _save_weights(self) -> None:

@@ -333,6 +333,19 @@ def test_a_run_that_failed_after_a_step_is_kept(folders: Path, tmp_path: Path) -
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == kept
 
 
+def test_a_loss_in_a_tensor_of_one_number_is_that_number(folders: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from torch.nn.functional import cross_entropy\n"
+        "def loss(outputs, target): return cross_entropy(outputs, target)[None, None]\n"
+    )
+    own = f"{tmp_path}/own.py:loss"
+    first, second = (
+        values(train(folders / "mlp", tmp_path / name, criterion=criterion), "step", "loss")
+        for name, criterion in (("one", "cross_entropy"), ("two", own))
+    )
+    assert first == second
+
+
 def test_runs_are_numbered(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
