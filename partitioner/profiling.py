@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any
 
 import networkx as nx
@@ -68,6 +69,8 @@ from .stage_timing import StageTiming, rescaled, time_stages
 _WORTH = 0.02
 """The gain, as a share of the objective, that a new plan must promise before it is timed."""
 _SWEEPS = 10
+_LONG_S = 15.0
+"""The seconds of timing after which no further plan is timed."""
 _PER_CORE = 2
 """Stages timed at once on each core, at most: two stages displace each other's data from the core's
 caches, as ranks that share a core do. The limit bounds the memory of the timing."""
@@ -154,17 +157,18 @@ def refined(
     *,
     rounds: int = 3,
 ) -> tuple[Profile, Cut]:
-    """Cuts and times the stages repeatedly, `rounds` times at most.
+    """Cuts and times the stages repeatedly, `rounds` times at most, and until it has taken long.
 
     The groups that `cut` places are the same for every profile.
     """
     current = cut(profile)
     timed: list[tuple[Cut, Sequence[WholeTimes]]] = []
+    started_s = monotonic()
     for _ in range(rounds):
         timed.append((current, time(current)))
         fitted = _fitted(profile, timed)
         after = cut(fitted)
-        if any(_same(after, one) for one, _ in timed):
+        if any(_same(after, one) for one, _ in timed) or monotonic() - started_s > _LONG_S:
             break
         stays_ms = _objective_ms(current.solution, after.solution.problem)
         if after.solution.objective_ms > (1 - _WORTH) * stays_ms:

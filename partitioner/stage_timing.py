@@ -23,6 +23,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from types import MappingProxyType
 from typing import Any
 
@@ -46,7 +47,7 @@ from .profile.operation_costs import NodeCost, OnProgress
 from .profile.profiler import Profile, WholeTimes, state_kept
 from .split.split import StageGraph, names_of_outputs
 
-_LEAST_LAPS, _LAPS = 2, 4
+_LEAST_LAPS, _LAPS, _LONG_S = 2, 4, 8.0  # after that time there are no more than the least
 _CALM = 0.05  # spread
 _APART, _TOGETHER = 0.06, 0.10  # of the times of parts: of one stage, and of all
 _QUARTILES_APART = 1.349  # of a normal distribution, in standard deviations
@@ -61,8 +62,7 @@ class StageTiming:
     at_once: the number of stages that compute at the same time on this machine's cores
     threads: threads of each stage; None for torch's own number
     dtype: the dtype of a rank's computations
-    enough_ms: the milliseconds after which a stage has been timed for long enough; half of them if
-        its times hardly vary
+    enough_ms: a stage is timed for so many milliseconds, or until its times hardly vary
     cache: stages in it are not timed again
     content: identifies the computation of each node in the cache
     costs: measured costs of the nodes; stages that take as long are timed no more. None: not known
@@ -152,6 +152,7 @@ def _timed(
     is_new = [stored is None for stored in known]
     samples: list[list[WholeTimes]] = [[] for _ in begin]
     times: tuple[WholeTimes, ...] = ()
+    until_s = monotonic() + _LONG_S
     for lap in range(_LAPS):
         for first in range(0, len(begin), timing.at_once):
             group = [(first + ahead) % len(begin) for ahead in range(timing.at_once)]
@@ -169,7 +170,7 @@ def _timed(
         times = tuple(
             stored or usual_times(of_stage) for stored, of_stage in zip(known, samples, strict=True)
         )
-        if _agree(times, sums_ms):
+        if _agree(times, sums_ms) or (lap + 1 >= _LEAST_LAPS and monotonic() > until_s):
             break
     return times
 

@@ -3,7 +3,7 @@
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 from time import sleep
 from types import MappingProxyType
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncpipe
+from asyncpipe.partitioner import profiling, stage_timing
 from asyncpipe.partitioner.capture import Capture, capture
 from asyncpipe.partitioner.graph.build import build_graph, stage_of_nodes
 from asyncpipe.partitioner.graph.rematerialize import Prices, Recomputation
@@ -201,6 +202,12 @@ class Clockwork:
         ]
 
 
+def passing(seconds: float) -> Callable[[], float]:
+    """A clock that goes on by so many seconds from one question to the next."""
+    times = count(step=seconds)
+    return lambda: next(times)
+
+
 def test_a_plan_whose_times_agree_is_timed_once() -> None:
     captured, costs = tower()
     clockwork = Clockwork(lambda name: 3.0)
@@ -209,10 +216,18 @@ def test_a_plan_whose_times_agree_is_timed_once() -> None:
     assert found.stage_scales == pytest.approx((1.0, 1.0))
 
 
-def test_a_cut_moves_to_where_the_times_are_and_agrees_with_them() -> None:
+def test_a_cut_moves_to_where_the_times_are_and_agrees_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     captured, costs = tower()
     slow = {node.name for node in list(captured.graph.nodes)[1:3]}  # the first two layers
     clockwork = Clockwork(lambda name: 9.0 if name in slow else 3.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(profiling, "monotonic", passing(20.0))
+        found, chosen = refined(cutter(captured, 2), costs, clockwork)
+    assert clockwork.timed == [[3, 3]]  # that took long: the new cut is not timed
+    assert [len(stage.nodes) for stage in chosen.stages] == [2, 4]
+    clockwork.timed.clear()
     found, chosen = refined(cutter(captured, 2), costs, clockwork)
     assert clockwork.timed == [[3, 3], [2, 4]]
     assert [len(stage.nodes) for stage in chosen.stages] == [2, 4]
@@ -413,7 +428,7 @@ def test_stages_that_are_timed_at_once_have_each_core_in_turn() -> None:
     [(600.0, True, 2), (600.0, False, 2), (300.0, True, 4), (1.0, True, 4)],
 )
 def test_a_stage_is_timed_again_until_it_hardly_varies_or_was_timed_for_long_enough(
-    ms: float, varies: bool, laps: int
+    ms: float, varies: bool, laps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 2,000 ms as enough, a lap of a stage has 500 ms of it, but at least two passages."""
     begun = [0, 0]
@@ -427,8 +442,12 @@ def test_a_stage_is_timed_again_until_it_hardly_varies_or_was_timed_for_long_eno
 
         return runs
 
-    _timed([begin(0, varies), begin(1, False)], [None, None], [0.0, 0.0], StageTiming(), None)
+    runs = [begin(0, varies), begin(1, False)]
+    _timed(runs, [None, None], [0.0, 0.0], StageTiming(), None)
     assert begun == [laps, 2]
+    monkeypatch.setattr(stage_timing, "monotonic", passing(9.0))
+    _timed(runs, [None, None], [0.0, 0.0], StageTiming(), None)
+    assert begun == [laps + 2, 4]  # the second took long
 
 
 @pytest.mark.parametrize(
