@@ -47,7 +47,7 @@ from .profile.operation_costs import NodeCost, OnProgress
 from .profile.profiler import Profile, WholeTimes, state_kept
 from .split.split import StageGraph, names_of_outputs
 
-_LEAST_LAPS, _LAPS, _LONG_S = 2, 4, 8.0  # after that time there are no more than the least
+_LEAST_LAPS, _LAPS, _LONG_S = 2, 4, 8.0  # after these seconds the least number is enough
 _CALM = 0.05  # spread
 _APART, _TOGETHER = 0.06, 0.10  # of the times of parts: of one stage, and of all
 _QUARTILES_APART = 1.349  # of a normal distribution, in standard deviations

@@ -152,7 +152,8 @@ def user_errors_as(error: type[AsyncPipeError], subject: str) -> Iterator[None]:
         raise
     except Exception as cause:
         place = own_line(cause) or last_line(cause)
-        at = "" if Path(place).is_relative_to(_PACKAGE) else f" at {place}"  # a wrong signature
+        is_ours = not own_line(cause) and Path(place).is_relative_to(_PACKAGE)  # a wrong signature
+        at = "" if is_ours else f" at {place}"
         raise error(f"{subject} failed{at}: {type(cause).__name__}: {cause}") from cause
 
 

@@ -229,3 +229,8 @@ def test_a_place_that_cannot_be_opened_is_told(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LocationError):
         Location(url, patience_s=0).names()
+
+
+def test_a_data_function_with_arguments_is_named_without_a_line_of_ours(folder: Path) -> None:
+    said = trained(folder, "number")
+    assert "--data own.py:number failed: TypeError: number() missing 2 required" in said

@@ -278,7 +278,9 @@ class Run:
         if difference is not None:
             cure = "Please report the options; where hosts differ in processors, use hosts alike."
             if names_object(self._config.optimizer):
-                cure = "Your optimizer may draw no random numbers, or go by a parameter's place."
+                cure = (
+                    "Your optimizer may neither draw random numbers nor go by a parameter's place."
+                )
             raise SharedParameterError(
                 difference, f"The weights are written, but were evaluated with both values. {cure}"
             )
