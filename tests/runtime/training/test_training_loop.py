@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import asyncpipe
 from asyncpipe.runtime.config.batch_layout import StepBatch
 from asyncpipe.runtime.config.option_files import read_config
 from asyncpipe.runtime.config.segments import segments
@@ -344,6 +345,40 @@ def test_a_loss_in_a_tensor_of_one_number_is_that_number(folders: Path, tmp_path
         for name, criterion in (("one", "cross_entropy"), ("two", own))
     )
     assert first == second
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.relu(self.head(self.rows(ids)))
+
+
+@pytest.mark.parametrize("sequence_dim", ["auto", None])
+def test_tokens_per_second_count_those_of_a_sample(
+    sequence_dim: Literal["auto"] | None, tmp_path: Path
+) -> None:
+    ids = torch.zeros(2, 6, dtype=torch.int64)
+    asyncpipe.partition(
+        Tagger(),
+        {"ids": ids},
+        stages=2,
+        loss="cross_entropy",
+        output=tmp_path / "cut",
+        profile="analytic",
+        sequence_dim=sequence_dim,
+    )
+    (tmp_path / "own.py").write_text(
+        "import torch\ndef data():\n    ids = torch.zeros(40, 6, dtype=torch.int64)\n"
+        "    return {'ids': ids, 'target': ids}\n"
+    )
+    train(tmp_path / "cut", tmp_path / "run", data=f"{tmp_path}/own.py:data")
+    (end,) = events_of(tmp_path / "run", "end")
+    assert end["unit"] == "tok"
+    tokens = 6 * 2 * 4  # of two samples in each of four micro-batches
+    assert end["rate"] * end["step_ms"] / 1000 == pytest.approx(tokens)
 
 
 def test_runs_are_numbered(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
