@@ -50,7 +50,6 @@ from ..training.setup import Job
 from ..user_code import check_own_file, exits_as_errors, import_object, names_object
 
 _PLAN = "plan.json"
-_OF_A_START = (CONFIGURATION, METRICS, "report.html", "schedule.txt", "ranks", "logs")
 
 
 def check_job(job: Job) -> None:
@@ -113,15 +112,6 @@ def _failed_to_start(folder: Path) -> bool:
         return False
     run = read_run(folder)
     return bool(run.failure) and not (run.losses or run.evals)
-
-
-def _clear(folder: Path) -> None:
-    """Deletes what a run left that failed before its first step."""
-    for path in (folder / name for name in _OF_A_START):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def not_of_a_run(place: str) -> SettingsError:
@@ -213,11 +203,13 @@ def make_folder(job: Job) -> Job:
     try:
         job = _alone(job)
         ranks = RankFolder(job.folder).path
-        if job.config.resume is not None and job.folder == resumed_run(job.config):
-            shutil.rmtree(ranks, ignore_errors=True)
         check_folder(job)
-        if _failed_to_start(job.folder):
-            _clear(job.folder)
+        resumes = job.config.resume is not None and job.folder == resumed_run(job.config)
+        failed = _failed_to_start(job.folder)
+        if resumes or failed:
+            shutil.rmtree(ranks, ignore_errors=True)
+        if failed:
+            (job.folder / METRICS).unlink()  # the other files are written over
         with contextlib.suppress(OSError):
             ranks.rmdir()  # left by a run that ended before it began
         ranks.mkdir()

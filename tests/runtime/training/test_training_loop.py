@@ -313,15 +313,16 @@ def test_a_folder_that_holds_a_run_is_not_written_over(folders: Path, tmp_path: 
 def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(
     folders: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "mine.txt").write_text("mine")
+    mine = tmp_path / "run" / "logs" / "mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
     (tmp_path / "data.py").write_text("def broken(): raise ValueError('no file')")
     with pytest.raises(AsyncPipeError, match="no file"):
         train(folders / "mlp", tmp_path / "run", data=f"{tmp_path}/data.py:broken")
     assert "no file" in (tmp_path / "run" / "metrics.jsonl").read_text()
     lines = train(folders / "mlp", tmp_path / "run", steps=2)
     assert values(lines, "step", "step") == [1, 2] and not values(lines, "failure", "text")
-    assert (tmp_path / "run" / "mine.txt").read_text() == "mine"
+    assert mine.read_text() == "mine"
 
 
 def test_a_run_that_failed_after_a_step_is_kept(folders: Path, tmp_path: Path) -> None:
