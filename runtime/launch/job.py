@@ -110,8 +110,9 @@ def _failed_to_start(folder: Path) -> bool:
     """True for the folder of a run that failed before its first step."""
     if checkpoints_in(folder) or not (folder / METRICS).is_file():
         return False
-    run = read_run(folder)
-    return bool(run.failure) and not (run.losses or run.evals)
+    # A rank can be a step ahead of the recorded losses.
+    run, last_step = read_run(folder), RankFolder(folder).last_step()
+    return bool(run.failure) and not (run.losses or run.evals or last_step)
 
 
 def not_of_a_run(place: str) -> SettingsError:
