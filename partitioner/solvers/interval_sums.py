@@ -153,8 +153,6 @@ def find_downsets(
     level = {0: (sum(1 << group for group in range(num_groups) if not before[group]), 0)}
     while level:
         count += len(level)
-        if count > most:
-            return None
         following: dict[int, tuple[int, int]] = {}
         for downset, (ready, work) in level.items():
             if any(low <= work <= high for low, high in limits):
@@ -172,6 +170,8 @@ def find_downsets(
                         if before[target] & larger == before[target]:
                             now_ready |= 1 << target
                     following[larger] = now_ready, work + weight[group]
+            if count + len(following) > most:
+                return None
         level = following
     sums = np.array(works, dtype=np.float64) * unit
     # The search finds them by rising size: a stable sort keeps subsets first among equals.

@@ -62,6 +62,7 @@ def improve(
         "threads": 1,
         "time_limit": float(seconds),
         "mip_rel_gap": gap,
+        "mip_allow_restart": not is_small,  # a second presolve takes longer than it saves
         # Searches around the relaxation's plan: branching finds it sooner in a small program.
         "mip_heuristic_run_rens": not is_small,
         "mip_heuristic_run_rins": not is_small,

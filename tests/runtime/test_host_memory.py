@@ -1,10 +1,13 @@
-"""Freed memory that stays with the process."""
+"""Freed memory that stays with the process, and collections of garbage."""
 
+import gc
 import platform
 import subprocess
 import sys
 
 import pytest
+
+from asyncpipe.runtime.process import rare_collections
 
 CODE = """
 from pathlib import Path
@@ -80,3 +83,16 @@ def test_with_room_no_loop_maps_and_unmaps_the_memory_of_its_frames() -> None:
     assert printed(FRAMES.format(keep=True)) < 100
     if sys.version_info < (3, 14):
         assert printed(FRAMES.format(keep=False)) > 1000
+
+
+@pytest.mark.parametrize(("first", "within"), [(700, 100_000), (10**6, 10**6), (0, 0)])
+def test_collections_are_rare_for_a_while(first: int, within: int) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(first, 7, 8)
+    try:
+        with pytest.raises(KeyError), rare_collections():
+            assert gc.get_threshold() == (within, 7, 8)
+            raise KeyError
+        assert gc.get_threshold() == (first, 7, 8)
+    finally:
+        gc.set_threshold(*before)

@@ -338,6 +338,15 @@ def test_groups_that_may_be_almost_anywhere_are_counted_in_a_bound(monkeypatch):
     assert simple_bound_ms(problem) * 1.02 < score_ms < placement.bound_ms * 1.02
 
 
+@settings(max_examples=30)
+@given(problems())
+def test_downsets_are_found_up_to_the_given_number_of_them(case):
+    costs = case[1].costs
+    count = len(find_downsets(costs, costs.work_ms, EVERYWHERE, most=10**5))
+    assert len(find_downsets(costs, costs.work_ms, EVERYWHERE, most=count)) == count
+    assert find_downsets(costs, costs.work_ms, EVERYWHERE, most=count - 1) is None
+
+
 @settings(max_examples=60)
 @given(problems(), st.integers(0, 10**6))
 def test_sums_of_pairs_equal_the_evaluators(case, seed):
