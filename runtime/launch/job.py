@@ -94,11 +94,11 @@ def check_unstarted(job: Job) -> Job:
 
 def check_folder(job: Job) -> None:
     """Raises SettingsError when the run's folder belongs to another run, or is a file. A run that
-    failed before its first step is in nobody's way."""
+    ended before its first step is in nobody's way."""
     config, folder = job.config, job.folder
     if config.resume is not None and folder == resumed_run(config):
         return
-    if (folder / CONFIGURATION).exists() and not _failed_to_start(folder):
+    if (folder / CONFIGURATION).exists() and not _made_no_step(folder):
         raise SettingsError(
             f"--output {folder} already contains a run.", "Choose another folder, or remove it."
         )
@@ -106,13 +106,16 @@ def check_folder(job: Job) -> None:
         raise not_of_a_run(str(folder))
 
 
-def _failed_to_start(folder: Path) -> bool:
-    """True for the folder of a run that failed before its first step."""
-    if checkpoints_in(folder) or not (folder / METRICS).is_file():
+def _made_no_step(folder: Path) -> bool:
+    """True for the folder of a run that failed or was killed before its first step."""
+    if not (folder / CONFIGURATION).exists() or checkpoints_in(folder):
         return False
-    # A rank can be a step ahead of the recorded losses.
-    run, last_step = read_run(folder), RankFolder(folder).last_step()
-    return bool(run.failure) and not (run.losses or run.evals or last_step)
+    ranks = RankFolder(folder)
+    # A complete run leaves no ranks; the losses of a step are recorded some time after it.
+    if not ranks.path.is_dir() or ranks.last_step():
+        return False
+    run = read_run(folder) if (folder / METRICS).is_file() else None
+    return run is None or not (run.losses or run.evals)
 
 
 def not_of_a_run(place: str) -> SettingsError:
@@ -206,11 +209,11 @@ def make_folder(job: Job) -> Job:
         ranks = RankFolder(job.folder).path
         check_folder(job)
         resumes = job.config.resume is not None and job.folder == resumed_run(job.config)
-        failed = _failed_to_start(job.folder)
-        if resumes or failed:
+        unstarted = _made_no_step(job.folder)
+        if resumes or unstarted:
             shutil.rmtree(ranks, ignore_errors=True)
-        if failed:
-            (job.folder / METRICS).unlink()  # the other files are written over
+        if unstarted:
+            (job.folder / METRICS).unlink(missing_ok=True)  # the other files are written over
         with contextlib.suppress(OSError):
             ranks.rmdir()  # left by a run that ended before it began
         ranks.mkdir()

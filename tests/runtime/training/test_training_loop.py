@@ -325,6 +325,29 @@ def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(
     assert mine.read_text() == "mine"
 
 
+@pytest.mark.parametrize("has_reported", [True, False])
+def test_a_run_that_was_killed_before_its_first_step_is_in_nobodys_way(
+    folders: Path, tmp_path: Path, has_reported: bool
+) -> None:
+    (tmp_path / "data.py").write_text("def broken(): raise ValueError('no file')")
+    with pytest.raises(AsyncPipeError, match="no file"):
+        train(folders / "mlp", tmp_path / "run", data=f"{tmp_path}/data.py:broken")
+    (tmp_path / "run" / "metrics.jsonl").unlink()  # it could not report its failure
+    if has_reported:
+        (tmp_path / "run" / "metrics.jsonl").write_text('{"event": "start"}\n')
+    lines = train(folders / "mlp", tmp_path / "run", steps=2)
+    assert values(lines, "step", "step") == [1, 2]
+
+
+def test_a_folder_ranks_of_the_user_is_no_run(folders: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "ranks" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(SettingsError, match="is not a run's folder"):
+        train(folders / "mlp", tmp_path, steps=1)
+    assert mine.read_text() == "mine"
+
+
 def test_a_run_that_failed_after_a_step_is_kept(folders: Path, tmp_path: Path) -> None:
     (tmp_path / "rate.py").write_text("def rate(step, steps): return [1.0, 1.0][step]")
     with pytest.raises(AsyncPipeError, match="index out of range"):
@@ -332,7 +355,7 @@ def test_a_run_that_failed_after_a_step_is_kept(folders: Path, tmp_path: Path) -
     metrics = tmp_path / "run" / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     without_losses = [line for line in lines if json.loads(line)["event"] != "step"]
-    for kept in ("".join(lines), "".join(without_losses)):  # the other rank was a step ahead
+    for kept in ("".join(lines), "".join(without_losses)):  # which are reported later
         metrics.write_text(kept)
         with pytest.raises(SettingsError, match="already contains a run"):
             train(folders / "mlp", tmp_path / "run")
