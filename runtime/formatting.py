@@ -99,6 +99,16 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def kind_of(value: object) -> str:
+    """The class of a value with its article.
+
+    >>> kind_of(3), kind_of([]), kind_of(object())
+    ('an int', 'a list', 'an object')
+    """
+    name = type(value).__name__
+    return f"an {name}" if name.lower().startswith(("a", "e", "i", "o")) else f"a {name}"
+
+
 def write_duration(seconds: float) -> str:
     """
     >>> write_duration(0.034), write_duration(8.24), write_duration(312), write_duration(7500)

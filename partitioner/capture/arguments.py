@@ -29,6 +29,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
 from ...runtime.errors import CaptureError
+from ...runtime.formatting import kind_of
 from ...runtime.plan.plan import TensorSpec
 from ...runtime.plan.structure import described, fields_of, is_named_tuple, is_record
 
@@ -275,7 +276,7 @@ def _mapped(value: Any, path: str, function: Callable[[Any, str], Any]) -> Any:
         return copied
     if any(isinstance(item, Tensor) for item in getattr(value, "__dict__", {}).values()):
         raise CaptureError(
-            f"the input {path} is a {type(value).__name__}, which holds tensors but is not a "
+            f"the input {path} is {kind_of(value)}, which holds tensors but is not a "
             "tuple, list, dict or dataclass.",
             "Pass its tensors to forward, or make it a dataclass.",
         )

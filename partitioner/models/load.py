@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime.errors import ModelError
-from ...runtime.formatting import counted
+from ...runtime.formatting import counted, kind_of
 from ...runtime.plan.plan import ON_META
 from ...runtime.user_code import import_object, user_errors_as
 from .builtin import BUILTIN
@@ -212,7 +212,7 @@ def _find_factory(spec: str) -> Callable[..., Any]:
     factory: Callable[..., Any] = import_object(spec, "--model", ModelError)
     if not callable(factory):
         raise ModelError(
-            f"--model {spec} is a {type(factory).__name__}, not a function.",
+            f"--model {spec} is {kind_of(factory)}, not a function.",
             "Name a function that returns the model: --model path/file.py:build",
         )
     return factory

@@ -24,6 +24,7 @@ from typing import Any
 from ..config.settings import RunConfig, SettingsError
 from ..distributed.process_groups import World
 from ..executor.instrumented import Activities, Activity
+from ..formatting import kind_of
 from ..monitoring.records import EvalRecord, Reporter, StepRecord, Summary
 from ..rng import drawing_from, import_seeded
 from ..user_code import user_errors_as
@@ -70,7 +71,7 @@ class Callbacks(Reporter):
             self._own = make(config, folder)
         if not any(callable(getattr(self._own, hook, None)) for hook in HOOKS):
             raise SettingsError(
-                f"{self._what} returned a {type(self._own).__name__} without callbacks.",
+                f"{self._what} returned {kind_of(self._own)} without callbacks.",
                 f"Give its class one of the methods {', '.join(HOOKS)}.",
             )
         self._asked = Request()
@@ -110,7 +111,7 @@ class Callbacks(Reporter):
     def _checked(self, hook: str, request: Any) -> Request:
         if not isinstance(request, Request):
             raise SettingsError(
-                f"{self._what}: {hook} returned a {type(request).__name__}.",
+                f"{self._what}: {hook} returned {kind_of(request)}.",
                 "Return None or asyncpipe.Request(stop=True).",
             )
         factor = request.lr_factor

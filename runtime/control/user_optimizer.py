@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config.settings import RunConfig, SettingsError
+from ..formatting import kind_of
 from ..optimizers.param_groups import APART
 from ..rng import import_seeded
 from ..user_code import user_errors_as
@@ -41,13 +42,13 @@ def make_user_optimizer(
         optimizer = make(list(named), config.lr)
     if not isinstance(optimizer, Optimizer):
         raise SettingsError(
-            f"--optimizer {spec} returned a {type(optimizer).__name__}.",
+            f"--optimizer {spec} returned {kind_of(optimizer)}.",
             "Return a torch.optim.Optimizer of the parameters.",
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise SettingsError(
-            f"--optimizer {spec} returned a {type(optimizer).__name__}, whose step computes the "
+            f"--optimizer {spec} returned {kind_of(optimizer)}, whose step computes the "
             "loss again by a closure, but a pipeline computes gradients once for each step.",
             "Choose an optimizer whose step needs no closure.",
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from ..errors import DataError
+from ..formatting import kind_of
 from ..rng import drawing_from, import_seeded
 from ..user_code import user_errors_as
 from .sampler_order import check_sampler, drawn_indices, sampler_of
@@ -100,7 +101,7 @@ def _pair(data: Any, source: str) -> tuple[Any, Any] | None:
         if len(data) != 2:
             kinds = " and ".join(sorted({type(part).__name__ for part in data}))
             raise DataError(
-                f"--data {source} gives a {type(data).__name__} of {len(data)} {kinds}.",
+                f"--data {source} gives {kind_of(data)} of {len(data)} {kinds}.",
                 "Return one of them, or a pair (train, eval).",
             )
         return data[0], data[1]
@@ -128,7 +129,7 @@ def _part(
     rows = _with_rows(data, source)
     if not _is_dataset(rows):
         raise DataError(
-            f"--data {source} gives a {type(data).__name__}, not a sequence of samples.",
+            f"--data {source} gives {kind_of(data)}, not a sequence of samples.",
             'Return columns: {"x": frame["x"].to_numpy(), ...}.' if _is_table(data) else _FORMS,
         )
     return Part(rows)

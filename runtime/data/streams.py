@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import DataError
+from ..formatting import kind_of
 from ..rng import drawing_from
 from ..user_code import user_errors_as
 from .samples import Naming, batch_of
@@ -64,9 +65,8 @@ class Stream:
         if not isinstance(items, Iterator):
             return items  # type: ignore[no-any-return]
         if self.again is None:
-            kind = type(items).__name__
             raise DataError(
-                f"--data {self.source} gives a {kind}, which can be read once only.",
+                f"--data {self.source} gives {kind_of(items)}, which can be read once only.",
                 "Return an IterableDataset, or name the generator function itself.",
             )
         return self.again()  # type: ignore[no-any-return]
@@ -308,7 +308,7 @@ def packed_state(value: Any) -> Any:
             content = packed_state(value.tobytes())["items"]
             shape = list(value.shape)
             return {_TAG: "array", "items": content, "dtype": value.dtype.str, "shape": shape}
-    raise TypeError(f"a state cannot hold a {type(value).__name__}")
+    raise TypeError(f"a state cannot hold {kind_of(value)}")
 
 
 def unpacked_state(packed: Any) -> Any:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..data.task import sizes_of
 from ..errors import DataError, PlanError, ScheduleError
+from ..formatting import kind_of
 from ..plan.plan import Plan
 from ..plan.structure import names_in, rebuilt
 from ..schedule.schedule import Action, Numbering, Schedule
@@ -81,7 +82,7 @@ def _verify_loss(loss: Any, needs_gradient: bool) -> None:
     """Raises DataError unless a criterion has returned a trainable loss."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
         is_plain = loss is None or isinstance(loss, int | float)
-        kind = repr(loss) if is_plain else f"a {type(loss).__name__}"
+        kind = repr(loss) if is_plain else kind_of(loss)
         if isinstance(loss, Tensor):
             kind = f"a tensor {list(loss.shape)}{' of complex numbers' * loss.is_complex()}"
         raise DataError(

@@ -30,6 +30,7 @@ from ..config.settings import RunConfig, SettingsError
 from ..distributed.process_groups import World
 from ..errors import why_ended
 from ..extras import install
+from ..formatting import kind_of
 from ..process import STOPPED, Ended
 from ..rng import drawing_from, import_seeded
 from ..schedule.simulate import Timeline
@@ -83,7 +84,7 @@ def _opened(name: str, config: RunConfig, folder: Path) -> Reporter:
     missing = [hook for hook in HOOKS if not callable(getattr(reporter, hook, None))]
     if missing:
         raise SettingsError(
-            f"--log {name} returned a {type(reporter).__name__}, which lacks {', '.join(missing)}.",
+            f"--log {name} returned {kind_of(reporter)}, which lacks {', '.join(missing)}.",
             "Subclass asyncpipe.Reporter and override what you need.",
         )
     return reporter

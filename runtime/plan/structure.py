@@ -25,6 +25,7 @@ from keyword import iskeyword
 from typing import Any
 
 from ..errors import DataError, PlanError
+from ..formatting import kind_of
 
 _LONGEST = 500
 _LARGEST = 2**63
@@ -303,7 +304,7 @@ def _get(given: Any, key: Any, where: str) -> Any:
 def _parts(given: Any, count: int, where: str) -> Sequence[Any]:
     if isinstance(given, (tuple, list)) and len(given) == count:
         return given
-    now = f"{len(given)} items" if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
+    now = f"{len(given)} items" if isinstance(given, (tuple, list)) else kind_of(given)
     raise DataError(f"{where} was captured with {count} items and is {now} now.")
 
 

@@ -38,6 +38,7 @@ from ..errors import DataError
 from ..executor.instrumented import Activities
 from ..executor.loading import load_unused
 from ..executor.run import Criterion
+from ..formatting import kind_of
 from ..monitoring.gather import RankFigures
 from ..process import keep_freed_memory
 from .checkpointing import Stopping
@@ -211,7 +212,7 @@ class Pipeline(TrainedStages):
         self._calls.check()
         if steps is None and not hasattr(batches, "__len__"):
             raise DataError(
-                f"the number of batches of a {type(batches).__name__} is unknown.",
+                f"the number of batches of {kind_of(batches)} is unknown.",
                 "Give stream(..., steps=1000).",
             )
         if optimizer is None and self._own is not None:
@@ -432,7 +433,7 @@ class Pipeline(TrainedStages):
         elif optimizer is not None:
             raise SettingsError(
                 f"the pipeline has the built-in optimizer {self.config.optimizer}, and was "
-                f"given a {type(optimizer).__name__}.",
+                f"given {kind_of(optimizer)}.",
                 "Leave one of them out.",
             )
 

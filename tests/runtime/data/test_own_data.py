@@ -176,7 +176,7 @@ class Frame(list):  # type: ignore[type-arg]
         ({"test": Rows()}, "gives the splits test, but none to train on"),
         ((X, Y[:7]), r"the columns differ in length \(\[0\] 20, \[1\] 7\)"),
         ((X, X, Y, Y[:5]), r"the columns differ in length"),
-        (3, "gives a int, not a sequence"),
+        (3, "gives an int, not a sequence"),
         (Rows, "gives the class Rows, not an object of it"),
         ({"x": X, "target": np.array(["one"] * COUNT)}, "target of a sample .* has the type str_"),
         (Frame("xy"), "gives a Frame, not a sequence of samples"),

@@ -585,7 +585,7 @@ def test_own_samples_become_fields_of_the_model(mlp: Plan, own: Path, function: 
     [
         ("lacking", "has y, but the model reads x"),
         ("short", "has 1 values, but the model reads 2: x, target"),
-        ("number", "gives a int, not a sequence"),
+        ("number", "gives an int, not a sequence"),
         ("absent", "has no absent"),
     ],
 )

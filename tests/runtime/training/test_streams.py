@@ -211,5 +211,5 @@ def test_a_state_survives_json() -> None:
     assert found["seen"] == 3 and found[7] == state[7]
     assert torch.equal(found["generator"], state["generator"])
     assert (found["array"] == state["array"]).all()
-    with pytest.raises(TypeError, match="cannot hold a object"):
+    with pytest.raises(TypeError, match="cannot hold an object"):
         packed_state({"a": [object()]})
