@@ -21,6 +21,7 @@ from ..runtime.freezing.blocks import blocks_of
 from ..runtime.plan.plan import NOT_STORED, ON_META, Plan
 from ..runtime.plan.trust import remember
 from ..runtime.plan.validate import contradiction
+from ..runtime.process import rare_collections
 from ..runtime.schedule.builders import AUTO
 from .assemble_plan import PlanFacts, assemble
 from .capture.graph import refused_sizes
@@ -168,6 +169,7 @@ def _loaded(spec: str, options: PartitionOptions, on_phase: OnPhase | None) -> M
     return load(spec, options, on_phase)
 
 
+@rare_collections()
 def partition_source(
     source: ModelSource,
     options: PartitionOptions,

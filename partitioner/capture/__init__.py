@@ -25,7 +25,7 @@ from torch import nn
 
 from ...runtime.errors import CaptureError
 from ...runtime.plan.structure import constants_in
-from ...runtime.process import rare_collections, with_room_for_frames
+from ...runtime.process import with_room_for_frames
 from .aliasing import (
     RemadeBufferError,
     colocated,
@@ -133,8 +133,7 @@ def capture(
         modes=MODES[mode],
     )
     by_hand = tuple(modes_by_hand(model))
-    with rare_collections():
-        captured = with_room_for_frames(partial(_with_tables, request, method))
+    captured = with_room_for_frames(partial(_with_tables, request, method))
     fixed = [
         f"{where} is fixed at {text}: it is not a tensor"
         for where, text in constants_in(given.structure, "")

@@ -15,7 +15,6 @@ from ...runtime.formatting import write_gap, write_ms, write_share
 from ...runtime.plan.findings import Candidate
 from ...runtime.plan.setting import RankSpec
 from ...runtime.plan.sharing import GRADIENTS
-from ...runtime.process import rare_collections
 from ..graph.cost_graph import costs_of, with_exchanges, with_rotations, with_updates
 from ..graph.costs import Bools, Costs, Link, slowest_link
 from ..graph.problem import (
@@ -133,7 +132,6 @@ class Solution:
 
 
 @or_all
-@rare_collections()
 def solve(
     graph: nx.DiGraph,
     *,
