@@ -18,6 +18,7 @@ import pytest
 
 from asyncpipe.runtime.checkpoint.folders import FolderInUse, FolderLock
 from asyncpipe.runtime.config.settings import Settings, SettingsError
+from asyncpipe.runtime.distributed.failure import RankFolder
 from asyncpipe.runtime.launch.job import make_folder, make_job
 from asyncpipe.tests.support.faults.run_faults import FaultyRun
 from asyncpipe.tests.support.models.hand_folders import write_mlp
@@ -124,7 +125,8 @@ def test_a_run_without_a_folder_of_its_own_takes_the_next_one(
 def test_what_a_run_left_that_never_began_is_in_nobodys_way(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "ranks").mkdir(parents=True)
     given = {"folder": str(folder), "output": str(tmp_path / "run")}
-    assert made(**given) == tmp_path / "run"
+    assert made(**given) == made(**given) == tmp_path / "run"
+    RankFolder(tmp_path / "run").mark_step(0, 1)
     with pytest.raises(SettingsError, match="already contains a run"):
         made(**given)
     (tmp_path / "mine" / "ranks").mkdir(parents=True)
