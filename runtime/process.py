@@ -89,7 +89,7 @@ _MANY_OBJECTS = 100_000
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """In the block, garbage is collected after 100,000 new objects instead of 700.
+    """In the block, garbage is collected only after 100,000 new objects.
 
     For work that makes many small objects and keeps most of them: each whole collection goes
     through all objects of torch as well, which took a tenth of a partition of 1,800 operations.
