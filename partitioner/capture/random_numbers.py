@@ -316,9 +316,10 @@ def has_hidden_draws(module: nn.Module) -> bool:
     return isinstance(module, nn.RNNBase) and module.training and module.dropout > 0
 
 
-# Functions that draw a number from 0 (included) to 1 (excluded).
+# Functions that draw a number from 0 (included) to 1 (excluded), without arguments or with (0, 1).
 _UNIT_DRAWS = (
-    "random.random", "np.random.rand", "np.random.random", "np.random.random_sample",
+    "random.random", "random.uniform", "np.random.rand", "np.random.random",
+    "np.random.random_sample", "np.random.uniform",
 )  # fmt: skip
 _RELATIONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
 
@@ -344,12 +345,24 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
     return seen
 
 
-def is_never_true(condition: fx.Node) -> bool:
-    """True for the comparison of a non-negative random number with 0 by `<`."""
-    if condition.target is not operator.lt or condition.args[1] != 0:
+def same_answer(condition: fx.Node) -> bool | None:
+    """The answer of a comparison that is the same for all random numbers from 0 to below 1, as of
+    `random.random() < keep` where `keep` is 1; None if the number decides."""
+    if condition.target not in _RELATIONS:
+        return None
+    relation, (drawn, bound) = condition.target, condition.args
+    if not _is_unit_draw(drawn) or not isinstance(bound, (int, float)):
+        return None
+    if bound < 0 or bound >= 1 or (bound == 0 and relation in (operator.lt, operator.ge)):
+        return bool(relation(0.5, bound))
+    return None
+
+
+def _is_unit_draw(value: Any) -> bool:
+    if not isinstance(value, fx.Node):
         return False
-    drawn = condition.args[0]
-    return isinstance(drawn, fx.Node) and (
-        drawn.target is torch.rand
-        or (isinstance(drawn.target, Draw) and drawn.target.text in _UNIT_DRAWS)
-    )
+    if value.target == "item":
+        return _is_unit_draw(value.args[0])
+    if not isinstance(value.target, Draw):
+        return value.target is torch.rand
+    return value.target.text in _UNIT_DRAWS and value.args in ((), (0, 1)) and not value.kwargs

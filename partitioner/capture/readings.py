@@ -28,7 +28,7 @@ from .bindings import Bindings
 from .fake_inputs import FakeWorld
 from .graph import Capture, must_fail, must_hold, run, tensor_spec
 from .model_state import seed_all, unchanged
-from .random_numbers import ancestors, is_drawn, is_never_true
+from .random_numbers import ancestors, is_drawn, same_answer
 from .source_lines import short_path, source_text
 from .values import CallSite, known_answer
 
@@ -145,8 +145,8 @@ class Readings:
     def _decide(self, condition: fx.Node) -> bool | None:
         if condition in self._decided:
             return self._decided[condition]
-        if is_never_true(condition):
-            return False
+        if (answer := same_answer(condition)) is not None:
+            return answer
         if is_drawn(condition):
             self.decisions.append(condition)
             self._decided[condition] = len(self.decisions) - 1 in self._true

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import random
 import sys
@@ -15,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import capture, random_numbers, source_lines
@@ -228,6 +231,57 @@ def test_a_dropped_layer_reads_as_its_author_wrote_it(tmp_path: Path) -> None:
     asyncpipe.partition(LayerDropout(), (X,), stages=1, output=tmp_path / "cut", profile="analytic")
     text = (tmp_path / "cut" / "stage_0.py").read_text()
     assert "import random\n\nimport torch" in text and DROPPED in text
+
+
+class Certain(Layers):
+    """Stochastic depth that starts at 1: without the first layer, shapes would not fit."""
+
+    def __init__(self, is_kept: Callable[[], Any]) -> None:
+        super().__init__()
+        self.wide = nn.Linear(6, 12)
+        self.narrow = nn.Linear(12, 6)
+        self.is_kept = is_kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x
+        if self.is_kept():
+            kept = self.wide(x)
+        return super().forward(self.narrow(kept)) * random.random()
+
+
+@pytest.mark.parametrize(
+    "is_kept",
+    [
+        lambda: np.linspace(1, 0.5, 4)[0] > random.random(),
+        lambda: random.uniform(0, 1) <= 1.0,
+        lambda: not np.random.rand() < 0.0,
+        lambda: not random.random() >= 1.5,
+        lambda: np.random.uniform() != -1,
+        lambda: torch.rand(()) < 1.0,
+        lambda: torch.rand(1).item() >= 0,
+    ],
+)
+def test_a_comparison_that_no_number_decides_has_one_way(
+    is_kept: Callable[[], Any], tmp_path: Path
+) -> None:
+    model = Certain(is_kept)
+    asyncpipe.partition(model, (X,), stages=2, output=tmp_path / "cut", profile="analytic")
+    assert _assert_same(model, asyncpipe.load(tmp_path / "cut"), seeds=3) > 1
+
+
+@given(
+    st.sampled_from([operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]),
+    st.sampled_from([-1.0, -0.0, 0, 5e-324, 0.5, 0.999, 1, 1.5, math.inf, math.nan]),
+)
+def test_a_comparison_has_one_way_if_all_numbers_give_it(
+    relation: Callable[..., bool], bound: float
+) -> None:
+    drawn = fx.Graph().call_function(random_numbers.Draw("random.random", random.random))
+    condition = drawn.graph.call_function(relation, (drawn, bound))
+    numbers = [0.0, 0.25, 0.5, 0.9999, *([bound] if 0 <= bound < 1 else [])]
+    answers = {relation(number, bound) for number in numbers}
+    known = random_numbers.same_answer(condition)
+    assert answers == {known} if known is not None else len(answers) == 2 or math.isnan(bound)
 
 
 @pytest.mark.parametrize("recompute", ["none", "all"])
