@@ -33,7 +33,7 @@ from ...runtime.tensor_parallel.functions import local
 from ...runtime.tensor_parallel.ranks import Split
 from .arguments import Arguments, map_leaves
 from .model_state import in_mode
-from .operations import averaging, runnable
+from .operations import on_fakes, runnable
 from .values import CallRecord, IfTraining, Local, LocalDevice, ModuleCall, Region, Size, size_text
 
 
@@ -226,7 +226,7 @@ def call_node(model: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Calls the module, method or function of a node."""
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
-        with averaging(module):
+        with on_fakes(module):
             return module(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -314,7 +315,7 @@ def _activation_name(activation: Callable[..., Any]) -> Any:
 
 def _build(kind: type[nn.Module], given: Mapping[str, Any]) -> nn.Module | None:
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             return kind(**given)
     except Exception:
         # Any error only means that this candidate is wrong.

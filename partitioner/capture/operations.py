@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -33,39 +34,31 @@ from ...runtime.rng import number_state
 from .arguments import map_leaves, tensors_in
 from .fake_inputs import FakeWorld
 from .model_state import unchanged
+from .random_numbers import OWN_GENERATOR
 from .source_lines import is_augmented_assignment
 from .values import Size
 
+_ARITHMETIC = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor",
+    "lshift", "rshift",
+)  # fmt: skip
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_PYTHONS = {name: getattr(operator, f"__{name}__") for name in (*_ARITHMETIC, *_COMPARISONS)}
 _BINARY = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-    "matmul": operator.matmul, "pow": operator.pow, "eq": operator.eq, "ne": operator.ne,
-    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    **{f"__{name}__": function for name, function in _PYTHONS.items()},
+    **{name: _PYTHONS[name] for name in ("add", "sub", "mul", "matmul", "pow", *_COMPARISONS)},
+    "div": operator.truediv, "__div__": operator.truediv, "remainder": operator.mod,
     "bitwise_and": operator.and_, "bitwise_or": operator.or_, "bitwise_xor": operator.xor,
-    "remainder": operator.mod,
-    "__add__": operator.add, "__sub__": operator.sub, "__mul__": operator.mul,
-    "__truediv__": operator.truediv, "__div__": operator.truediv, "__matmul__": operator.matmul,
-    "__pow__": operator.pow, "__eq__": operator.eq, "__ne__": operator.ne, "__lt__": operator.lt,
-    "__le__": operator.le, "__gt__": operator.gt, "__ge__": operator.ge,
-    "__and__": operator.and_, "__or__": operator.or_, "__xor__": operator.xor,
-    "__mod__": operator.mod, "__floordiv__": operator.floordiv,
-    "__lshift__": operator.lshift, "__rshift__": operator.rshift,
     "__getitem__": operator.getitem,
 }  # fmt: skip
-_REVERSED = {
-    "__radd__": operator.add, "__rsub__": operator.sub, "__rmul__": operator.mul,
-    "__rdiv__": operator.truediv, "__rtruediv__": operator.truediv, "__rpow__": operator.pow,
-    "__rmatmul__": operator.matmul, "__rfloordiv__": operator.floordiv, "__rmod__": operator.mod,
-    "__rand__": operator.and_, "__ror__": operator.or_, "__rxor__": operator.xor,
-}  # fmt: skip
+_REVERSED = {f"__r{name}__": _PYTHONS[name] for name in _ARITHMETIC}
+_REVERSED["__rdiv__"] = operator.truediv
 _IN_PLACE = {
+    **{f"__i{name}__": getattr(operator, f"__i{name}__") for name in _ARITHMETIC},
     "add_": operator.iadd, "sub_": operator.isub, "mul_": operator.imul,
-    "div_": operator.itruediv, "true_divide_": operator.itruediv, "pow_": operator.ipow,
+    "div_": operator.itruediv, "true_divide_": operator.itruediv, "__idiv__": operator.itruediv,
+    "floor_divide_": operator.ifloordiv, "remainder_": operator.imod, "pow_": operator.ipow,
     "bitwise_and_": operator.iand, "bitwise_or_": operator.ior, "bitwise_xor_": operator.ixor,
-    "__iadd__": operator.iadd, "__isub__": operator.isub, "__imul__": operator.imul,
-    "__itruediv__": operator.itruediv, "__idiv__": operator.itruediv, "__ipow__": operator.ipow,
-    "__iand__": operator.iand, "__ior__": operator.ior, "__ixor__": operator.ixor,
-    "__ifloordiv__": operator.ifloordiv, "floor_divide_": operator.ifloordiv,
-    "__imod__": operator.imod, "remainder_": operator.imod,
 }  # fmt: skip
 _UNARY = {
     "neg": operator.neg, "__neg__": operator.neg, "__invert__": operator.invert,
@@ -110,26 +103,20 @@ def as_node(
     return "call_method", name, args, kwargs
 
 
-def stand_in(func: Any) -> Callable[..., Any] | None:
-    """A replacement, on fake tensors, for a function whose fake version differs from the real
-    one."""
-    return _STAND_INS.get(func)
-
-
 def traced(func: Callable[..., Any], arguments: Any) -> Callable[..., Any]:
     """The function that a tracer runs for `func`, only for the shape and dtype of its result.
 
     With arguments, `func` itself if no tensor among them lacks data: a module that reads values
     needs those of its functions.
     """
-    other = _SHORT_CUTS.get(func) or stand_in(func)
+    other = _SHORT_CUTS.get(func) or _STAND_INS.get(func)
     return other if other and (arguments is None or _lack_data(arguments)) else func
 
 
 def runnable(func: Callable[..., Any], arguments: Any) -> Callable[..., Any]:
     """The function to call for `func`: its stand-in, if there is one and a tensor among the
     arguments has no data."""
-    other = stand_in(func)
+    other = _STAND_INS.get(func)
     return other if other and _lack_data(arguments) else func
 
 
@@ -181,12 +168,28 @@ def _at_any_index(func: Callable[..., Any]) -> Callable[..., Any]:
     return indexed
 
 
+def _recurrent(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrent layer that computes the first position alone. torch goes through all of them on
+    fake tensors, one by one, and so fixes their number."""
+
+    def result(*args: Any, **named: Any) -> Any:
+        if named or not isinstance(args[3], bool):  # else packed sequences
+            return func(*args, **named)
+        input, time = args[0], int(args[-1])  # batch_first
+        output, *states = func(input.narrow(time, 0, 1), *args[1:])
+        steps = output.transpose(0, time).expand(input.shape[time], -1, -1)
+        return steps.clone(memory_format=torch.contiguous_format).transpose(0, time), *states
+
+    return result
+
+
 _INDEXING = (
     Tensor.__getitem__, Tensor.__setitem__, operator.getitem, operator.setitem, Tensor.select,
     torch.select,
 )  # fmt: skip
 _STAND_INS: dict[Any, Callable[..., Any]] = {
     **{func: _at_any_index(func) for func in _INDEXING},
+    **{func: _recurrent(func) for func in (torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu)},
     # On fake tensors torch asks for the values of the lengths.
     F.ctc_loss: _like_ctc_loss,
     torch.ctc_loss: _like_ctc_loss,
@@ -215,13 +218,11 @@ def _attention_result(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
-    made_from = next((tensor for tensor in given if tensor.requires_grad), query)
     batch: Any = query.shape[:2]
     if not enable_gqa:
         batch = torch.broadcast_shapes(batch, key.shape[:2])  # type: ignore[no-untyped-call]
-    empty = query.new_empty((*batch, query.shape[2], value.shape[3]))
-    result = empty + made_from.sum().to(query.dtype)
+    shape = (*batch, query.shape[2], value.shape[3])
+    result = _made_from(query, (query, key, value, attn_mask), shape)
     return F.dropout(result, dropout_p) if dropout_p else result
 
 
@@ -231,10 +232,13 @@ def _linear_result(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     fits = is_plain and input.shape[-1] == weight.shape[1]
     if not fits or torch.is_autocast_enabled(input.device.type):
         return F.linear(input, weight, bias)
-    given = [weight, input] if bias is None else [weight, bias, input]
-    made_from = next((tensor for tensor in given if tensor.requires_grad), weight)
-    empty = input.new_empty((*input.shape[:-1], weight.shape[0]))
-    return empty + made_from.sum().to(input.dtype)
+    return _made_from(input, (weight, bias, input), (*input.shape[:-1], weight.shape[0]))
+
+
+def _made_from(like: Tensor, given: tuple[Tensor | None, ...], shape: tuple[Any, ...]) -> Tensor:
+    """A tensor of the dtype of `like`, with a gradient if one of the given has one."""
+    trained = (tensor for tensor in given if tensor is not None and tensor.requires_grad)
+    return like.new_empty(shape) + next(trained, like).sum().to(like.dtype)
 
 
 _SHORT_CUTS: dict[Any, Callable[..., Any]] = {
@@ -243,16 +247,24 @@ _SHORT_CUTS: dict[Any, Callable[..., Any]] = {
 }
 
 
+class _StandIns(TorchFunctionMode):
+    """Runs the stand-ins of the functions that a module of torch calls."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return runnable(func, (args, kwargs))(*args, **kwargs)
+
+
 @contextmanager
-def averaging(module: nn.Module) -> Iterator[None]:
-    """Gives a batch norm without momentum one for the block, if it is on fake tensors: it would
-    divide by a count that has no value there."""
-    if (
-        not isinstance(module, _BatchNorm)
-        or module.momentum is not None
-        or (detect_fake_mode() is None and not any(b.is_meta for b in module.buffers()))
-    ):
-        yield
+def on_fakes(module: nn.Module) -> Iterator[None]:
+    """Lets a module of torch run on fake tensors in the block: a recurrent one with the stand-in
+    of its function, a batch norm without momentum with one, instead of a count without value."""
+    is_fake = detect_fake_mode() is not None or any(tensor.is_meta for tensor in module.buffers())
+    if not is_fake or not isinstance(module, _BatchNorm) or module.momentum is not None:
+        with _StandIns() if isinstance(module, nn.RNNBase) else nullcontext():
+            yield
         return
     module.momentum = 0.1
     try:
@@ -265,7 +277,7 @@ def refusal(func: Any, given: Sequence[Any]) -> tuple[str, str] | None:
     """What a call does that no graph can hold, and the cure."""
     generators = (value for value in given if isinstance(value, torch.Generator))
     if any(generator is not torch.default_generator for generator in generators):
-        return _OWN_GENERATOR
+        return OWN_GENERATOR
     name = getattr(func, "__name__", "")
     if name == "__set__" and func.__self__.__name__ in ("data", "grad"):
         return _ASSIGNMENT
@@ -278,11 +290,6 @@ _AS_A_NODE = "Keep the module as one node: --leaf Class."
 _HOOK = (
     "registers a hook on a tensor, which a graph cannot hold.",
     "Write it as a torch.autograd.Function, or keep the module as one node: --leaf Class.",
-)
-_OWN_GENERATOR = (
-    "draws from its own torch.Generator, whose state a stage cannot hold.",
-    "Use torch's default generator: leave out generator=...; its state follows from --seed for "
-    "each micro-batch.",
 )
 _ASSIGNMENT = (
     "assigns the data or the gradient of a tensor, which a graph cannot hold.",

@@ -246,6 +246,13 @@ def _own_error(where: str, text: str) -> CaptureError:
     )
 
 
+OWN_GENERATOR = (
+    "draws from its own torch.Generator, whose state a stage cannot hold.",
+    "Use torch's default generator: leave out generator=...; its state follows from --seed for "
+    "each micro-batch.",
+)
+
+
 def number_kind(draw: Draw, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str) -> type:
     """The type of the random number, `int` or `float`.
 

@@ -40,7 +40,7 @@ from .arguments import (
 from .bindings import Bindings, NodeHints
 from .fake_inputs import FakeWorld
 from .leaf_modules import LeafRule, is_torch_leaf
-from .operations import Call, as_node, averaging, refusal, run_opaque, traced
+from .operations import Call, as_node, on_fakes, refusal, run_opaque, traced
 from .patches import (
     WITHOUT_HISTORY,
     LenNeeded,
@@ -316,7 +316,7 @@ class Tracer(TorchFunctionMode):
 
     def _run_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_torch_leaf(module):
-            with averaging(module):
+            with on_fakes(module):
                 value = original_call(module, args, kwargs)
             self.random.drawn |= has_hidden_draws(module)
             return value
