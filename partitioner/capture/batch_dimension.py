@@ -251,7 +251,10 @@ def _is_independent(
         elif first_part.shape == all_.shape:
             one, other = _exact(first_part), _exact(second_part)
             mean = (one * first + other * (size - first)) / size
-            others.append(_close(all_, mean) or _close(all_, one + other))
+            # Only a loss is a mean over samples: a mean over positions is not.
+            is_loss = all_.numel() == 1 and (_close(all_, mean) or _close(all_, one + other))
+            if is_loss or not (_close(all_, one) and _close(all_, other)):
+                others.append(is_loss)
         else:
             return False
     # With ignored labels a loss is not a mean over samples: results by sample are decisive.

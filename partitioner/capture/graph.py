@@ -231,7 +231,7 @@ def call_node(model: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
-    return runnable(node.target, args)(*args, **kwargs)
+    return runnable(node.target, (args, kwargs))(*args, **kwargs)
 
 
 def run_node(capture: Capture, reader: Reader, node: fx.Node) -> Any:

@@ -3,18 +3,12 @@
 `as_node` turns a torch function, as the mode sees it, into the fx call that a person would write.
 `traced` and `runnable` replace functions that behave differently or are slow on fake tensors;
 `refusal` is the error for functions that no graph can hold.
-
-`run_opaque` gives fake results for a module that cannot run on fake tensors: a module kept as one
-node may branch on values or loop over them. It runs on invented inputs of several sizes, and each
-size of its results is fitted by an expression in the free sizes: `a*m + b`, where m is a free size
-or a product of two.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
@@ -27,16 +21,10 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
-from ...runtime.errors import CaptureError
-from ...runtime.rng import number_state
-from .arguments import map_leaves, tensors_in
-from .fake_inputs import FakeWorld
-from .model_state import unchanged
+from .arguments import tensors_in
 from .random_numbers import OWN_GENERATOR
 from .source_lines import is_augmented_assignment
-from .values import Size
 
 _ARITHMETIC = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor",
@@ -121,7 +109,10 @@ def runnable(func: Callable[..., Any], arguments: Any) -> Callable[..., Any]:
 
 
 def _lack_data(arguments: Any) -> bool:
-    return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors_in(arguments))
+    """True if a tensor among the arguments has no data, or a size no number."""
+    tensors = tensors_in(arguments)
+    has_none = any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
+    return has_none or _is_symbolic(pytree.tree_leaves(arguments))
 
 
 def _like_grouped_mm(left: Tensor, right: Tensor, **kwargs: Any) -> Tensor:
@@ -147,6 +138,36 @@ def _like_ctc_loss(
     if reduction in ("none", 0) and log_probs.dim() == 3:
         return log_probs.sum((0, 2))
     return log_probs.sum()
+
+
+def _like_gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    if isinstance(var, Tensor) and var.dim() < input.dim():
+        var = var.unsqueeze(-1)
+    loss = input - target + var
+    return loss if reduction == "none" else loss.sum()
+
+
+_OF_ISTFT = ("win_length", "window", "center", "normalized", "onesided", "length", "return_complex")
+
+
+def _like_istft(
+    input: Tensor, n_fft: int, hop_length: int | None = None, *others: Any, **named: Any
+) -> Tensor:
+    given = dict(zip(_OF_ISTFT, others, strict=False)) | named
+    length = given.get("length")
+    if length is None:
+        step = n_fft // 4 if hop_length is None else hop_length
+        length = n_fft % 2 + step * (input.shape[-1] - 1)
+        length += 0 if given.get("center", True) else n_fft - n_fft % 2
+    like = input if given.get("return_complex") else input.real
+    return _made_from(like, (like,), (*input.shape[:-2], length))
 
 
 def _at_any_index(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,14 +204,128 @@ def _recurrent(func: Callable[..., Any]) -> Callable[..., Any]:
     return result
 
 
+_DEFAULTS = {
+    "stride": None, "padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False,
+    "count_include_pad": True, "divisor_override": None,
+}  # fmt: skip
+
+
+def _pooling(func: Callable[..., Any], dimensions: int) -> Callable[..., Any]:
+    """A pooling over windows of a symbolic size, as in `F.avg_pool2d(x, x.shape[2:])`."""
+
+    def pooled(input: Tensor, kernel_size: Any, *others: Any, **named: Any) -> Any:
+        windows = kernel_size if isinstance(kernel_size, Sequence) else [kernel_size] * dimensions
+        is_plain = not others and all(_DEFAULTS[name] == named[name] for name in named)
+        if not is_plain or not _is_symbolic(windows):
+            return func(input, kernel_size, *others, **named)
+        sizes = zip(input.shape[-dimensions:], windows, strict=True)
+        counts = ((size - window) // window + 1 for size, window in sizes)
+        return _made_from(input, (input,), (*input.shape[:-dimensions], *counts))
+
+    return pooled
+
+
+def _max_pool1d(input: Tensor, *args: Any, return_indices: bool = False, **named: Any) -> Any:
+    given = {name: value for name, value in named.items() if value is not None}
+    results = torch.max_pool1d_with_indices(input, *args, **given)
+    return results if return_indices else results[0]
+
+
+def _counted(
+    func: Callable[..., Any], place: int, name: str, length: Callable[[Any], Any] = lambda n: n
+) -> Callable[..., Any]:
+    """A function with an argument that gives the length of its result."""
+
+    def made(*args: Any, **named: Any) -> Any:
+        given = args[place] if len(args) > place else named.get(name)
+        if not isinstance(given, torch.SymInt):
+            return func(*args, **named)
+        return _zeros((length(given),), named)
+
+    return made
+
+
+def _triangle(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`triu_indices` or `tril_indices` of a square."""
+
+    def made(row: Any, col: Any, offset: int = 0, **named: Any) -> Any:
+        is_square = _is_symbolic([row]) and _is_symbolic([col]) and row.node.expr == col.node.expr
+        if not is_square or row <= abs(offset):
+            return func(row, col, offset, **named)
+        side = row - abs(offset)
+        corner = side * (side + 1) // 2
+        is_corner = offset >= 0 if func is torch.triu_indices else offset <= 0
+        count = corner if is_corner else row * row - corner + side
+        return _zeros((2, count), named, torch.int64)
+
+    return made
+
+
+def _tensor_of(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.tensor` or `torch.as_tensor` of sizes."""
+
+    def made(data: Any, dtype: Any = None, device: Any = None, **named: Any) -> Any:
+        numbers, named = pytree.tree_leaves(data), {"device": device, **named}
+        if not _is_symbolic(numbers) or any(isinstance(each, Tensor) for each in numbers):
+            return func(data, dtype=dtype, **named)
+        has_fractions = any(isinstance(each, (float, torch.SymFloat)) for each in numbers)
+        return _zeros(_shape(data), named, dtype or (None if has_fractions else torch.int64))
+
+    return made
+
+
+def _new_tensor(like: Tensor, data: Any, **named: Any) -> Any:
+    if not _is_symbolic(pytree.tree_leaves(data)):
+        return like.new_tensor(data, **named)
+    return _zeros(_shape(data), {"device": like.device, **named}, like.dtype)
+
+
+def _shape(data: Any) -> tuple[int, ...]:
+    return (len(data), *_shape(data[0])) if isinstance(data, (list, tuple)) else ()
+
+
+def _affine_grid(theta: Tensor, size: Any, align_corners: bool | None = None) -> Tensor:
+    if not _is_symbolic(size):
+        return F.affine_grid(theta, size, align_corners)
+    return _made_from(theta, (theta,), (size[0], *size[2:], len(size) - 2))
+
+
+def _is_symbolic(values: Any) -> bool:
+    return any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in values)
+
+
+def _zeros(shape: tuple[Any, ...], named: Mapping[str, Any], dtype: Any = None) -> Tensor:
+    options = {name: named[name] for name in ("device", "requires_grad") if name in named}
+    return torch.zeros(shape, dtype=named.get("dtype") or dtype, **options)
+
+
 _INDEXING = (
     Tensor.__getitem__, Tensor.__setitem__, operator.getitem, operator.setitem, Tensor.select,
     torch.select,
 )  # fmt: skip
+_WINDOWS = (
+    torch.hann_window, torch.hamming_window, torch.blackman_window, torch.bartlett_window,
+    torch.kaiser_window,
+)  # fmt: skip
 _STAND_INS: dict[Any, Callable[..., Any]] = {
     **{func: _at_any_index(func) for func in _INDEXING},
+    # torch wants numbers where the following have symbolic sizes.
     **{func: _recurrent(func) for func in (torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu)},
-    # On fake tensors torch asks for the values of the lengths.
+    **{func: _pooling(_max_pool1d, 1) for func in (F.max_pool1d, torch.max_pool1d)},
+    **{func: _pooling(func, 2) for func in (F.max_pool2d, torch.max_pool2d, F.avg_pool2d)},
+    **{func: _pooling(func, 3) for func in (F.max_pool3d, torch.max_pool3d, F.avg_pool3d)},
+    F.avg_pool1d: _pooling(F.avg_pool1d, 1),
+    **{func: _counted(func, 2, "steps") for func in (torch.linspace, torch.logspace)},
+    **{func: _counted(func, 0, "window_length") for func in _WINDOWS},
+    torch.fft.fftfreq: _counted(torch.fft.fftfreq, 0, "n"),
+    torch.fft.rfftfreq: _counted(torch.fft.rfftfreq, 0, "n", lambda n: n // 2 + 1),
+    **{func: _triangle(func) for func in (torch.triu_indices, torch.tril_indices)},
+    **{func: _tensor_of(func) for func in (torch.tensor, torch.as_tensor)},
+    Tensor.new_tensor: _new_tensor,
+    F.affine_grid: _affine_grid,
+    torch.istft: _like_istft,
+    # On fake tensors torch asks for the values of the variances, and of the lengths.
+    F.gaussian_nll_loss: _like_gaussian_nll_loss,
     F.ctc_loss: _like_ctc_loss,
     torch.ctc_loss: _like_ctc_loss,
     # torch copies fake tensors, but returns a real argument itself.
@@ -263,7 +398,7 @@ def on_fakes(module: nn.Module) -> Iterator[None]:
     of its function, a batch norm without momentum with one, instead of a count without value."""
     is_fake = detect_fake_mode() is not None or any(tensor.is_meta for tensor in module.buffers())
     if not is_fake or not isinstance(module, _BatchNorm) or module.momentum is not None:
-        with _StandIns() if isinstance(module, nn.RNNBase) else nullcontext():
+        with _StandIns() if isinstance(module, (nn.RNNBase, nn.MaxPool1d)) else nullcontext():
             yield
         return
     module.momentum = 0.1
@@ -311,135 +446,3 @@ _REFUSED = {
         "Build it with enable_nested_tensor=False.",
     ),
 }
-
-
-Sizes = dict[str, int]
-
-
-def run_opaque(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], world: FakeWorld
-) -> tuple[Any, bool, bool]:
-    """Fake results of a call, and whether it drew random numbers of torch, and of Python or NumPy.
-
-    Raises CaptureError if the shapes of the results depend on more than the sizes of the arguments.
-    """
-    name = type(module).__name__
-    if world.is_on_meta:
-        raise CaptureError(
-            f"{name} depends on tensor values, and the model has none: it is on meta.",
-            "Give the model weights; random ones are enough.",
-        )
-    samples = _samples(world.hints)
-    results, changes, drew, drew_numbers = [], [], False, False
-    with _disable_current_modes(), world.outside(), torch.no_grad():
-        for sizes in samples:
-            given = map_leaves(lambda leaf: _real(leaf, world, sizes), (args, kwargs))  # noqa: B023
-            with unchanged(module, dict(module.named_parameters())):
-                reached = [*tensors_in(given), *module.parameters(), *module.buffers()]
-                versions = [tensor._version for tensor in reached]
-                states = torch.get_rng_state(), number_state()
-                results.append(module(*given[0], **given[1]))
-                drew |= not torch.equal(states[0], torch.get_rng_state())
-                drew_numbers |= not torch.equal(states[1], number_state())
-                pairs = zip(reached, versions, strict=True)
-                changes = [tensor._version != version for tensor, version in pairs]
-    shapes = [
-        [leaf.shape for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        for result in results
-    ]
-    if len({len(values) for values in shapes}) != 1 or not _are_alike(results):
-        raise _unsure(name)
-    resolved = iter([_fit(name, values, samples) for values in zip(*shapes, strict=True)])
-    needs_grad = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in (*tensors_in((args, kwargs)), *module.parameters())
-    )
-
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        shape = [_symbolic(world, *size) for size in next(resolved)]
-        empty = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
-        return empty.requires_grad_(needs_grad and (leaf.is_floating_point() or leaf.is_complex()))
-
-    for tensor, changed in zip(
-        (*tensors_in((args, kwargs)), *module.parameters(), *module.buffers()),
-        changes,
-        strict=True,
-    ):
-        if changed:
-            with torch.no_grad():
-                tensor.copy_(tensor)  # so that the change is seen
-    return pytree.tree_map(fake, results[0]), drew, drew_numbers
-
-
-def _are_alike(results: Sequence[Any]) -> bool:
-    """True if the leaves other than tensors are equal in all results."""
-    plain = [
-        [None if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(result)]
-        for result in results
-    ]
-    return all(item == plain[0] for item in plain)
-
-
-def _samples(hints: Sizes) -> list[Sizes]:
-    """The sizes of the example, then each size changed by two amounts, then all changed."""
-    alone = [{**hints, name: hints[name] + more} for name in hints for more in (1, 3)]
-    return [hints, *alone, {name: size + 2 for name, size in hints.items()}]
-
-
-def _real(leaf: Any, world: FakeWorld, sizes: Sizes) -> Any:
-    if isinstance(leaf, Tensor):
-        shape = [
-            int(size.evaluate(sizes)) if isinstance(size, Size) else size
-            for size in world.shape(leaf)
-        ]
-        if leaf.is_floating_point() or leaf.is_complex():
-            return torch.randn(shape, device=leaf.device).to(leaf.dtype)
-        return torch.ones(shape, dtype=leaf.dtype, device=leaf.device)
-    if isinstance(leaf, torch.SymInt):
-        size = world.size(leaf)
-        return size.evaluate(sizes) if isinstance(size, Size) else size
-    return leaf
-
-
-def _fit(
-    name: str, shapes: Sequence[torch.Size], samples: Sequence[Sizes]
-) -> list[tuple[tuple[str, ...], int, int]]:
-    """For each dimension the free sizes to multiply, the factor a and the rest b."""
-    if len({len(shape) for shape in shapes}) != 1:
-        raise _unsure(name)
-    return [_fit_one(name, sizes, samples) for sizes in zip(*shapes, strict=True)]
-
-
-def _fit_one(
-    name: str, values: Sequence[int], samples: Sequence[Sizes]
-) -> tuple[tuple[str, ...], int, int]:
-    symbols = list(samples[0])
-    pairs = itertools.combinations_with_replacement(symbols, 2)
-    for factors in [(), *((symbol,) for symbol in symbols), *pairs]:
-        terms = [_product(factors, sizes) for sizes in samples]
-        slope, rest = 0, values[0]
-        if terms[-1] != terms[0]:
-            slope = (values[-1] - values[0]) // (terms[-1] - terms[0])
-            rest = values[0] - slope * terms[0]
-        if all(slope * term + rest == value for term, value in zip(terms, values, strict=True)):
-            return factors, slope, rest
-    raise _unsure(name)
-
-
-def _product(factors: Sequence[str], sizes: Any) -> Any:
-    product = 1
-    for factor in factors:
-        product = product * sizes[factor]
-    return product
-
-
-def _symbolic(world: FakeWorld, factors: tuple[str, ...], slope: int, rest: int) -> Any:
-    return slope * _product(factors, world.symbols) + rest if slope else rest
-
-
-def _unsure(name: str) -> CaptureError:
-    return CaptureError(
-        f"the shapes of the results of {name} depend on tensor values.",
-        "Keep the module around it as one node, so that these results stay inside.",
-    )

@@ -7,10 +7,16 @@ without a guard, if it is the same at all sizes.
 
 `Shadow` computes the answers: it runs the recorded nodes with the model's real numbers, each node
 once. It also runs them at other sizes, to detect an answer that is only right for the example's.
+
+`run_opaque` gives fake results for a module that cannot run on fake tensors: a module kept as one
+node may branch on values or loop over them. It runs on invented inputs of several sizes, and each
+size of its results is fitted by an expression in the free sizes: `a*m + b`, where m is a free size
+or a product of two.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
@@ -18,19 +24,23 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.functions import FloorDiv, PythonMod
 
+from ...runtime.errors import CaptureError
 from ...runtime.rng import number_state, set_number_state
-from .arguments import Arguments
+from .arguments import Arguments, map_leaves, tensors_in
 from .bindings import Bindings
 from .fake_inputs import FakeWorld
 from .graph import Capture, must_fail, must_hold, run, tensor_spec
 from .model_state import seed_all, unchanged
 from .random_numbers import ancestors, is_drawn, same_answer
 from .source_lines import short_path, source_text
-from .values import CallSite, known_answer
+from .values import CallSite, Size, known_answer
+
+Sizes = dict[str, int]
 
 _RELATIONS: Mapping[type, Callable[..., Any]] = {
     sympy.Eq: operator.eq, sympy.Ne: operator.ne, sympy.Lt: operator.lt, sympy.Le: operator.le,
@@ -291,3 +301,132 @@ class _Run:
             self._random = torch.get_rng_state(), number_state()
             self._state = {name: value.clone() for name, value in state.items()}
         return self._values[node]
+
+
+def run_opaque(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], world: FakeWorld
+) -> tuple[Any, bool, bool]:
+    """Fake results of a call, and whether it drew random numbers of torch, and of Python or NumPy.
+
+    Raises CaptureError if the shapes of the results depend on more than the sizes of the arguments.
+    """
+    name = type(module).__name__
+    if world.is_on_meta:
+        raise CaptureError(
+            f"{name} depends on tensor values, and the model has none: it is on meta.",
+            "Give the model weights; random ones are enough.",
+        )
+    samples = _samples(world.hints)
+    results, changes, drew, drew_numbers = [], [], False, False
+    with _disable_current_modes(), world.outside(), torch.no_grad():
+        for sizes in samples:
+            given = map_leaves(lambda leaf: _real(leaf, world, sizes), (args, kwargs))  # noqa: B023
+            with unchanged(module, dict(module.named_parameters())):
+                reached = [*tensors_in(given), *module.parameters(), *module.buffers()]
+                versions = [tensor._version for tensor in reached]
+                states = torch.get_rng_state(), number_state()
+                results.append(module(*given[0], **given[1]))
+                drew |= not torch.equal(states[0], torch.get_rng_state())
+                drew_numbers |= not torch.equal(states[1], number_state())
+                pairs = zip(reached, versions, strict=True)
+                changes = [tensor._version != version for tensor, version in pairs]
+    shapes = [
+        [leaf.shape for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        for result in results
+    ]
+    if len({len(values) for values in shapes}) != 1 or not _are_alike(results):
+        raise _unsure(name)
+    resolved = iter([_fit(name, values, samples) for values in zip(*shapes, strict=True)])
+    needs_grad = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (*tensors_in((args, kwargs)), *module.parameters())
+    )
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shape = [_symbolic(world, *size) for size in next(resolved)]
+        empty = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+        return empty.requires_grad_(needs_grad and (leaf.is_floating_point() or leaf.is_complex()))
+
+    for tensor, changed in zip(
+        (*tensors_in((args, kwargs)), *module.parameters(), *module.buffers()),
+        changes,
+        strict=True,
+    ):
+        if changed:
+            with torch.no_grad():
+                tensor.copy_(tensor)  # so that the change is seen
+    return pytree.tree_map(fake, results[0]), drew, drew_numbers
+
+
+def _are_alike(results: Sequence[Any]) -> bool:
+    """True if the leaves other than tensors are equal in all results."""
+    plain = [
+        [None if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(result)]
+        for result in results
+    ]
+    return all(item == plain[0] for item in plain)
+
+
+def _samples(hints: Sizes) -> list[Sizes]:
+    """The sizes of the example, then each size changed by two amounts, then all changed."""
+    alone = [{**hints, name: hints[name] + more} for name in hints for more in (1, 3)]
+    return [hints, *alone, {name: size + 2 for name, size in hints.items()}]
+
+
+def _real(leaf: Any, world: FakeWorld, sizes: Sizes) -> Any:
+    if isinstance(leaf, Tensor):
+        shape = [
+            int(size.evaluate(sizes)) if isinstance(size, Size) else size
+            for size in world.shape(leaf)
+        ]
+        if leaf.is_floating_point() or leaf.is_complex():
+            return torch.randn(shape, device=leaf.device).to(leaf.dtype)
+        return torch.ones(shape, dtype=leaf.dtype, device=leaf.device)
+    if isinstance(leaf, torch.SymInt):
+        size = world.size(leaf)
+        return size.evaluate(sizes) if isinstance(size, Size) else size
+    return leaf
+
+
+def _fit(
+    name: str, shapes: Sequence[torch.Size], samples: Sequence[Sizes]
+) -> list[tuple[tuple[str, ...], int, int]]:
+    """For each dimension the free sizes to multiply, the factor a and the rest b."""
+    if len({len(shape) for shape in shapes}) != 1:
+        raise _unsure(name)
+    return [_fit_one(name, sizes, samples) for sizes in zip(*shapes, strict=True)]
+
+
+def _fit_one(
+    name: str, values: Sequence[int], samples: Sequence[Sizes]
+) -> tuple[tuple[str, ...], int, int]:
+    symbols = list(samples[0])
+    pairs = itertools.combinations_with_replacement(symbols, 2)
+    for factors in [(), *((symbol,) for symbol in symbols), *pairs]:
+        terms = [_product(factors, sizes) for sizes in samples]
+        slope, rest = 0, values[0]
+        if terms[-1] != terms[0]:
+            slope = (values[-1] - values[0]) // (terms[-1] - terms[0])
+            rest = values[0] - slope * terms[0]
+        if all(slope * term + rest == value for term, value in zip(terms, values, strict=True)):
+            return factors, slope, rest
+    raise _unsure(name)
+
+
+def _product(factors: Sequence[str], sizes: Any) -> Any:
+    product = 1
+    for factor in factors:
+        product = product * sizes[factor]
+    return product
+
+
+def _symbolic(world: FakeWorld, factors: tuple[str, ...], slope: int, rest: int) -> Any:
+    return slope * _product(factors, world.symbols) + rest if slope else rest
+
+
+def _unsure(name: str) -> CaptureError:
+    return CaptureError(
+        f"the shapes of the results of {name} depend on tensor values.",
+        "Keep the module around it as one node, so that these results stay inside.",
+    )

@@ -40,7 +40,7 @@ from .arguments import (
 from .bindings import Bindings, NodeHints
 from .fake_inputs import FakeWorld
 from .leaf_modules import LeafRule, is_torch_leaf
-from .operations import Call, as_node, on_fakes, refusal, run_opaque, traced
+from .operations import Call, as_node, on_fakes, refusal, traced
 from .patches import (
     WITHOUT_HISTORY,
     LenNeeded,
@@ -51,7 +51,7 @@ from .patches import (
     reentrant,
 )
 from .random_numbers import Draw, RandomDraws, has_hidden_draws, number_kind
-from .readings import Readings, Shadow
+from .readings import Readings, Shadow, run_opaque
 from .size_guards import SizeDecisions
 from .source_lines import is_user_file, place, user_frames, where
 from .values import READERS, CallRecord, CallSite, ModuleCall, Region
@@ -172,6 +172,8 @@ class Tracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.new and len(args) == 2 and isinstance(args[1], torch.Size):
+            func = Tensor.new_empty  # a tuple in place of the Size would be data
         run = traced(func, None if self._recording else (args, kwargs))
         if not self._recording:
             return run(*args, **kwargs)

@@ -296,7 +296,7 @@ class _Call:
             return lambda tensor, *args, **kwargs: getattr(tensor, name)(*args, **kwargs)
         function = self.node.target
         assert callable(function)
-        return lambda *args, **kwargs: runnable(function, args)(*args, **kwargs)
+        return lambda *args, **kwargs: runnable(function, (args, kwargs))(*args, **kwargs)
 
 
 def storage_makers(graph: fx.Graph) -> dict[fx.Node, str | None]:

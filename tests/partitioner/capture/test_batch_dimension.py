@@ -24,10 +24,10 @@ FOUND = {
     "graph": ["f32[x_rows, 5]", "i64[2, edge_index_columns]"],
     "dense_graph": ["f32[x_rows, 5]", "f32[x_rows, x_rows]"],
     "gru_batch_first": ["f32[batch, 3, 5]", "f32[2, batch, 6]"],
-    "gru_time_first": ["f32[3, batch, 5]", "f32[2, batch, 6]"],
+    "gru_time_first": ["f32[sequence, batch, 5]", "f32[2, batch, 6]"],
     "gru_equal_sizes": ["f32[batch, 3, 5]", "f32[2, batch, 6]"],
     "lstm_batch_first": ["f32[batch, 3, 5]", "f32[2, batch, 6]", "f32[2, batch, 6]"],
-    "word_model": ["i64[3, batch]", "f32[2, batch, 6]", "f32[2, batch, 6]"],
+    "word_model": ["i64[sequence, batch]", "f32[2, batch, 6]", "f32[2, batch, 6]"],
     "time_first": ["f32[sequence, batch, 5]"],
     "one_state": ["f32[12]"],
     "bags": ["i64[text_rows]", "i64[offsets_rows]"],
@@ -61,10 +61,10 @@ def test_the_batch_is_found_and_stages_are_the_model(name: str, tmp_path: Path) 
 LARGER: dict[str, list[dict[str, Any]]] = {
     "graph": [{"x": torch.randn(23, 5), "edge_index": edges(23, 61)}],
     "dense_graph": [{"x": torch.randn(17, 5), "adjacency": (torch.rand(17, 17) > 0.5).float()}],
-    "gru_time_first": [{"x": torch.randn(3, 11, 5), "hidden": torch.randn(2, 11, 6)}],
+    "gru_time_first": [{"x": torch.randn(8, 11, 5), "hidden": torch.randn(2, 11, 6)}],
     "gru_equal_sizes": [{"x": torch.randn(5, 3, 5), "hidden": torch.randn(2, 5, 6)}],
     "word_model": [
-        {"tokens": torch.randint(31, (3, 9)), "hidden": (torch.ones(2, 9, 6), torch.ones(2, 9, 6))}
+        {"tokens": torch.randint(31, (5, 9)), "hidden": (torch.ones(2, 9, 6), torch.ones(2, 9, 6))}
     ],
     "time_first": [{"src": torch.randn(15, 9, 5)}, {"src": torch.randn(3, 2, 5)}],
     "bags": [{"text": torch.arange(28), "offsets": torch.tensor([0, 2, 3, 11, 19, 20])}],
@@ -238,3 +238,21 @@ def test_a_large_model_keeps_its_parameters_though_forward_changes_them(
     find_batch(model, read_arguments(model, inputs))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.weight.data_ptr() == memory
+
+
+class Sampled(nn.Module):
+    """Draws in both modes, so that parts of a batch have other results than the whole batch; the
+    mean over positions is that of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.head = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.mean(x).mean(1)
+        return self.head(mean + torch.rand(x.shape[0], 6))  # type: ignore[no-any-return]
+
+
+def test_positions_are_no_samples_if_forward_draws() -> None:
+    captured = capture(Sampled(), {"x": torch.randn(4, 12, 8)})
+    assert shapes(captured) == ["f32[batch, 12, 8]"]
