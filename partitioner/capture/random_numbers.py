@@ -293,11 +293,12 @@ def _kind(value: Any) -> type | None:
 
 
 class RandomDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sets `drawn` to True when an operator draws; the reader sets it back to False."""
+    """Sets `drawn` to True when an operator draws; `drew_numbers` is for draws of Python and NumPy.
+    The reader sets them back to False."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.drawn = False
+        self.drawn = self.drew_numbers = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

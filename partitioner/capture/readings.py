@@ -8,10 +8,10 @@ without a guard, if it is the same at all sizes.
 `Shadow` computes the answers: it runs the recorded nodes with the model's real numbers, each node
 once. It also runs them at other sizes, to detect an answer that is only right for the example's.
 
-`run_opaque` gives fake results for a module that cannot run on fake tensors: a module kept as one
-node may branch on values or loop over them. It runs on invented inputs of several sizes, and each
-size of its results is fitted by an expression in the free sizes: `a*m + b`, where m is a free size
-or a product of two.
+`run_opaque` gives fake results for what cannot run on fake tensors: a module kept as one node may
+branch on values or loop over them, and an operator may have no rule for its shapes. It runs on
+invented inputs of several sizes, and each size of its results is fitted by an expression in the
+free sizes: `a*m + b`, where m is a free size or a product of two.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .bindings import Bindings
 from .fake_inputs import FakeWorld
 from .graph import Capture, must_fail, must_hold, run, tensor_spec
 from .model_state import seed_all, unchanged
-from .random_numbers import ancestors, is_drawn, same_answer
+from .random_numbers import RandomDraws, ancestors, is_drawn, same_answer
 from .source_lines import short_path, source_text
 from .values import CallSite, Size, known_answer
 
@@ -304,20 +304,25 @@ class _Run:
 
 
 def run_opaque(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], world: FakeWorld
-) -> tuple[Any, bool, bool]:
-    """Fake results of a call, and whether it drew random numbers of torch, and of Python or NumPy.
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    world: FakeWorld,
+    random: RandomDraws,
+) -> Any:
+    """Fake results of a call, whose draws are noted in `random`.
 
     Raises CaptureError if the shapes of the results depend on more than the sizes of the arguments.
     """
-    name = type(module).__name__
+    module = func if isinstance(func, nn.Module) else nn.Module()
+    name = getattr(func, "__name__", type(func).__name__)
     if world.is_on_meta:
         raise CaptureError(
             f"{name} depends on tensor values, and the model has none: it is on meta.",
             "Give the model weights; random ones are enough.",
         )
     samples = _samples(world.hints)
-    results, changes, drew, drew_numbers = [], [], False, False
+    results, changes = [], []
     with _disable_current_modes(), world.outside(), torch.no_grad():
         for sizes in samples:
             given = map_leaves(lambda leaf: _real(leaf, world, sizes), (args, kwargs))  # noqa: B023
@@ -325,9 +330,9 @@ def run_opaque(
                 reached = [*tensors_in(given), *module.parameters(), *module.buffers()]
                 versions = [tensor._version for tensor in reached]
                 states = torch.get_rng_state(), number_state()
-                results.append(module(*given[0], **given[1]))
-                drew |= not torch.equal(states[0], torch.get_rng_state())
-                drew_numbers |= not torch.equal(states[1], number_state())
+                results.append(func(*given[0], **given[1]))
+                random.drawn |= not torch.equal(states[0], torch.get_rng_state())
+                random.drew_numbers |= not torch.equal(states[1], number_state())
                 pairs = zip(reached, versions, strict=True)
                 changes = [tensor._version != version for tensor, version in pairs]
     shapes = [
@@ -356,7 +361,7 @@ def run_opaque(
         if changed:
             with torch.no_grad():
                 tensor.copy_(tensor)  # so that the change is seen
-    return pytree.tree_map(fake, results[0]), drew, drew_numbers
+    return pytree.tree_map(fake, results[0])
 
 
 def _are_alike(results: Sequence[Any]) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import sympy
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -101,7 +101,6 @@ class Tracer(TorchFunctionMode):
         world.env.decide = self._relation
         self.sizes = SizeDecisions(world, self._top, lambda: self._recording)
         self._recording = True
-        self._drew_numbers = False
         self._stack: list[ModuleCall] = []
         self._recomputes = Recomputes(model)
         self._failure: Exception | None = None
@@ -201,7 +200,7 @@ class Tracer(TorchFunctionMode):
             if value is not None:
                 return value
         return self._recorded(
-            lambda: run(*args, **kwargs),
+            lambda: self._run(run, args, kwargs),
             lambda given, named: as_node(func, given, named, self._frame()),
             args,
             kwargs,
@@ -326,12 +325,16 @@ class Tracer(TorchFunctionMode):
         try:
             with numbers_kept():
                 value = original_call(module, args, kwargs)
-                self._drew_numbers = not torch.equal(before, number_state())
+                self.random.drew_numbers = not torch.equal(before, number_state())
         except Exception:
-            value, self.random.drawn, self._drew_numbers = run_opaque(
-                module, args, kwargs, self._world
-            )
+            value = run_opaque(module, args, kwargs, self._world, self.random)
         return value
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except UnsupportedOperatorException:  # torch knows no shapes of its results
+            return run_opaque(func, args, kwargs, self._world, self.random)
 
     def call_function_class(
         self, function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -343,7 +346,7 @@ class Tracer(TorchFunctionMode):
         apply = MethodType(original_apply, function)
         args, kwargs = self._world.twins((args, kwargs))
         return self._recorded(
-            lambda: apply(*args, **kwargs),
+            lambda: self._run(apply, args, kwargs),
             lambda given, named: ("call_function", apply, given, named),
             args,
             kwargs,
@@ -397,7 +400,7 @@ class Tracer(TorchFunctionMode):
         with self.quiet():
             given = [*tensors_in(args), *tensors_in(kwargs)]
             reached = [(tensor, tensor._version) for tensor in (*given, *own)]
-            self.random.drawn = self._drew_numbers = False
+            self.random.drawn = self.random.drew_numbers = False
             with self.sizes.call() as conditions:
                 value = run()
             changed = [tensor for tensor, version in reached if tensor._version != version]
@@ -422,9 +425,9 @@ class Tracer(TorchFunctionMode):
                 CallSite(frames, self._stack, regions, self._recomputes.open),
                 changed=changed,
                 touched=own,
-                random=self.random.drawn or self._drew_numbers,
+                random=self.random.drawn or self.random.drew_numbers,
             )
-            node.meta["draws_numbers"] = self._drew_numbers
+            node.meta["draws_numbers"] = self.random.drew_numbers
             self._names.assign(node, value, frames)
             self.sizes.of_node(conditions, node)
         return value

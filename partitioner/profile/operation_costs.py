@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    UnsupportedOperatorException,
     unset_fake_temporarily,
 )
 from torch.nn import functional as F
@@ -313,8 +314,13 @@ def storage_makers(graph: fx.Graph) -> dict[fx.Node, str | None]:
 
 
 def needs_values(error: Exception) -> bool:
-    """True if a call failed because its tensors have no data."""
-    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+    """True if a call failed because its tensors have no data, or no shapes of results are known."""
+    without = (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    )
+    if isinstance(error, without):
         return True
     return isinstance(error, (RuntimeError, NotImplementedError)) and any(
         word in str(error)
