@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...runtime.rng import seed_torch
 from .arguments import Arguments, plain_structure, tensors_in
-from .check import MAX_PARAMETERS_WITH_GRADIENTS
+from .check import MAX_PARAMETERS_WITH_GRADIENTS, finite_magnitude
 from .fake_inputs import Dynamic, FakeWorld, PinnedSizeError
 from .leaf_modules import FailedTrace, LeafRule
 from .model_state import (
@@ -288,8 +288,8 @@ def _close(expected: Tensor, actual: Tensor) -> bool:
     if expected.dtype == torch.bool:
         return torch.equal(expected, actual.to(torch.bool))
     expected, actual = _exact(expected), _exact(actual)
-    scale = float(expected.abs().max()) if expected.numel() else 0.0
-    return torch.allclose(expected, actual, rtol=_TOLERANCE, atol=_TOLERANCE * scale)
+    atol = _TOLERANCE * finite_magnitude(expected)
+    return torch.allclose(expected, actual, rtol=_TOLERANCE, atol=atol, equal_nan=True)
 
 
 def _exact(value: Tensor) -> Tensor:

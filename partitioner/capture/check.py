@@ -285,8 +285,8 @@ def _equal(expected: Tensor, actual: Tensor | None) -> bool:
     if not expected.is_floating_point():
         return torch.equal(expected, actual)
     tolerance = 1e-5 if torch.finfo(expected.dtype).bits >= 32 else 1e-2
-    scale = float(expected.nan_to_num(0, 0, 0).abs().max()) if expected.numel() else 0.0
-    return torch.allclose(expected, actual, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    atol = tolerance * finite_magnitude(expected)
+    return torch.allclose(expected, actual, rtol=tolerance, atol=atol, equal_nan=True)
 
 
 def _difference(expected: Tensor | None, actual: Tensor | None) -> str:
@@ -367,7 +367,7 @@ def compare(
     largest, floor = 0.0, 1e-6
     if kind.startswith("gradient"):
         # A gradient of rounding errors only, as of a key's bias before a softmax, has no scale.
-        floor = max([floor, *(1e-4 * _finite_magnitude(theirs) for theirs in expected.values())])
+        floor = max([floor, *(1e-4 * finite_magnitude(theirs) for theirs in expected.values())])
     for name, theirs in expected.items():
         ours = actual[name]
         if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
@@ -383,12 +383,12 @@ def compare(
         # Before a batch norm, the gradient of a bias consists of rounding errors only. Their scale
         # is that of the terms of its weight's gradient.
         weight = expected.get(f"{name.removesuffix('bias')}weight", theirs)
-        of_terms = _finite_magnitude(weight) if kind.startswith("gradient") else 0.0
+        of_terms = finite_magnitude(weight) if kind.startswith("gradient") else 0.0
         if not math.isfinite(_magnitude(theirs)):
             # Infinite logits of masked positions, the loss of an impossible target.
             alike = ~theirs.isfinite() & ((theirs == ours) | (theirs.isnan() & ours.isnan()))
             theirs, ours = theirs.masked_fill(alike, 0), ours.masked_fill(alike, 0)
-        scale = max(_finite_magnitude(theirs), floor, of_terms)
+        scale = max(finite_magnitude(theirs), floor, of_terms)
         difference = _magnitude(theirs - ours) / scale
         if not difference <= tolerance:
             raise Differs(kind, name, difference, tolerance)
@@ -396,7 +396,7 @@ def compare(
     return largest
 
 
-def _finite_magnitude(value: Tensor) -> float:
+def finite_magnitude(value: Tensor) -> float:
     """The largest absolute value among the finite ones."""
     magnitude = _magnitude(value)
     return magnitude if math.isfinite(magnitude) else _magnitude(value.nan_to_num(0, 0, 0))

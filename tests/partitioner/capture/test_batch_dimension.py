@@ -256,3 +256,15 @@ class Sampled(nn.Module):
 def test_positions_are_no_samples_if_forward_draws() -> None:
     captured = capture(Sampled(), {"x": torch.randn(4, 12, 8)})
     assert shapes(captured) == ["f32[batch, 12, 8]"]
+
+
+class Logarithms(nn.Module):
+    """Of numbers below zero: some results are no numbers, others infinite."""
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return weights.log().unsqueeze(1) * x / x.relu()
+
+
+def test_results_that_are_no_numbers_decide_nothing() -> None:
+    inputs = {"x": torch.randn(6, 3), "weights": torch.tensor([1.0, -2.0, 3.0, 0.0, -1.0, 4.0])}
+    assert shapes(capture(Logarithms(), inputs)) == ["f32[batch, 3]", "f32[batch]"]
