@@ -1,7 +1,7 @@
 """How single operations are recorded and run on fake tensors.
 
 `as_node` turns a torch function, as the mode sees it, into the fx call that a person would write.
-`traced` and `runnable` replace functions that behave differently or are slow on fake tensors;
+`traced` and `runnable` replace functions that on fake tensors differ, fix a size, or are slow;
 `refusal` is the error for functions that no graph can hold.
 """
 
