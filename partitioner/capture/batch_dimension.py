@@ -293,7 +293,8 @@ def _close(expected: Tensor, actual: Tensor) -> bool:
 
 
 def _exact(value: Tensor) -> Tensor:
-    return value.to_dense().to(torch.complex128 if value.is_complex() else torch.float64)
+    value = value.dequantize() if value.is_quantized else value.to_dense()
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 def corrected(

@@ -303,10 +303,7 @@ _INDEXING = (
     Tensor.__getitem__, Tensor.__setitem__, operator.getitem, operator.setitem, Tensor.select,
     torch.select,
 )  # fmt: skip
-_WINDOWS = (
-    torch.hann_window, torch.hamming_window, torch.blackman_window, torch.bartlett_window,
-    torch.kaiser_window,
-)  # fmt: skip
+_WINDOWS = (torch.hann_window, torch.hamming_window, torch.blackman_window, torch.bartlett_window)
 _STAND_INS: dict[Any, Callable[..., Any]] = {
     **{func: _at_any_index(func) for func in _INDEXING},
     # torch wants numbers where the following have symbolic sizes.
@@ -417,7 +414,7 @@ def refusal(func: Any, given: Sequence[Any]) -> tuple[str, str] | None:
     if name == "__set__" and func.__self__.__name__ in ("data", "grad"):
         return _ASSIGNMENT
     if func is torch.autograd.grad:
-        return _GRADIENT
+        return "computes a gradient inside forward.", _AS_A_NODE
     return _REFUSED.get(name)
 
 
@@ -430,8 +427,11 @@ _ASSIGNMENT = (
     "assigns the data or the gradient of a tensor, which a graph cannot hold.",
     "Compute a new tensor instead, or copy into this one: x.copy_(y).",
 )
-_GRADIENT = ("computes a gradient inside forward.", _AS_A_NODE)
 _REFUSED = {
+    "dequantize": (
+        "reads a quantized tensor, which no stage can send.",
+        "Use torch.fake_quantize_per_tensor_affine.",
+    ),
     "backward": ("calls backward inside forward.", _AS_A_NODE),
     "register_hook": _HOOK,
     "register_post_accumulate_grad_hook": _HOOK,

@@ -35,9 +35,9 @@ from .arguments import Arguments, map_leaves, tensors_in
 from .bindings import Bindings
 from .fake_inputs import FakeWorld
 from .graph import Capture, must_fail, must_hold, run, tensor_spec
-from .model_state import seed_all, unchanged
+from .model_state import seed_all, unchanged, verify_strided
 from .random_numbers import RandomDraws, ancestors, is_drawn, same_answer
-from .source_lines import short_path, source_text
+from .source_lines import short_path, source_text, where
 from .values import CallSite, Size, known_answer
 
 Sizes = dict[str, int]
@@ -335,13 +335,9 @@ def run_opaque(
                 random.drew_numbers |= not torch.equal(states[1], number_state())
                 pairs = zip(reached, versions, strict=True)
                 changes = [tensor._version != version for tensor, version in pairs]
-    shapes = [
-        [leaf.shape for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        for result in results
-    ]
-    if len({len(values) for values in shapes}) != 1 or not _are_alike(results):
-        raise _unsure(name)
-    resolved = iter([_fit(name, values, samples) for values in zip(*shapes, strict=True)])
+            for leaf in tensors_in(results[-1]):
+                verify_strided({f"{name} ({where(world.env.top)})": leaf}, "result of")
+    resolved = iter(_fitted(name, results, samples))
     needs_grad = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (*tensors_in((args, kwargs)), *module.parameters())
     )
@@ -362,6 +358,19 @@ def run_opaque(
             with torch.no_grad():
                 tensor.copy_(tensor)  # so that the change is seen
     return pytree.tree_map(fake, results[0])
+
+
+def _fitted(
+    name: str, results: Sequence[Any], samples: Sequence[Sizes]
+) -> list[list[tuple[tuple[str, ...], int, int]]]:
+    """The sizes of each tensor among the results, as `_fit` gives them."""
+    shapes = [
+        [leaf.shape for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        for result in results
+    ]
+    if len({len(values) for values in shapes}) != 1 or not _are_alike(results):
+        raise _unsure(name)
+    return [_fit(name, values, samples) for values in zip(*shapes, strict=True)]
 
 
 def _are_alike(results: Sequence[Any]) -> bool:

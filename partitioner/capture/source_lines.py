@@ -117,7 +117,7 @@ def short_name(file: str, module_name: str) -> str:
     return "/".join(tail) + path.suffix if list(tail) == module else path.name
 
 
-def where(top: FrameType) -> str:
+def where(top: FrameType | None) -> str:
     """The user's current function, file and line."""
     frames = user_frames(top, sys._getframe(1))
     return place(frames[0], frames[0].f_lineno) if frames else "forward"

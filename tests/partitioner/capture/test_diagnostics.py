@@ -290,10 +290,19 @@ class Weighted(nn.Module):
     [
         (Weighted(torch.eye(3).to_sparse()), ONES, "the buffer weights has the layout sparse_coo"),
         (nn.Linear(4, 4), ONES.to_sparse(), "the input input has the layout sparse_coo"),
-        (Inner(lambda self, x: self.linear(x).to_sparse()), ONES, r"HERE.* raised Unsupported"),
+        (
+            Inner(lambda self, x: self.linear(x).to_sparse()),
+            ONES,
+            r"the result of to_sparse \(.*HERE\) has the layout sparse_coo",
+        ),
+        (
+            Inner(lambda self, x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize()),
+            ONES,
+            "HERE reads a quantized tensor",
+        ),
     ],
 )
-def test_a_sparse_tensor_is_told_where_it_is_held_given_or_made(
+def test_a_tensor_that_is_not_dense_is_told_where_it_is_held_given_or_made(
     model: nn.Module, x: Tensor, words: str
 ) -> None:
     name = "input" if isinstance(model, nn.Linear) else "x"
