@@ -92,7 +92,7 @@ def assemble(
         values=values,
         arguments=capture.arguments.structure,
         outputs=outputs,
-        loss=_loss(outputs, values),
+        loss=_loss(outputs, values, facts.criterion),
         criterion=facts.criterion,
         stages=tuple(
             _stage(capture, stage, own, profile, solution, transfers, labels)
@@ -368,9 +368,12 @@ def _values(
     return (*crossing, *(spec for spec in returned if spec not in crossing))
 
 
-def _loss(outputs: Any, values: Iterable[TensorSpec]) -> str | None:
-    """The value under "loss" if it is a single number."""
+def _loss(outputs: Any, values: Iterable[TensorSpec], criterion: str | None) -> str | None:
+    """The value under "loss" if it is a single number, or the only result if it is one that no
+    criterion reads."""
     name = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    if isinstance(outputs, str) and criterion is None:
+        name = outputs
     scalars = {value.name for value in values if not value.shape}
     return name if name in scalars else None
 

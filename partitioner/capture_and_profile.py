@@ -17,12 +17,14 @@ from typing import Any
 import networkx as nx
 from torch import fx, nn
 
+from ..runtime.errors import ModelError, PlanError
 from ..runtime.formatting import write_large_count
 from ..runtime.tensor_parallel.ranks import TensorRanks, reading_loss_alone, using
 from ..runtime.user_code import portable
-from .capture import Capture, read_arguments
+from .capture import Capture, find_dimensions, read_arguments
 from .capture import capture as capture_model
-from .capture.arguments import verify_shapes
+from .capture.arguments import describe_arguments, verify_shapes
+from .capture.sizes import BATCH, SEQUENCE, resized, sizes_in
 from .graph.constraints import Demands, find_demands, groups_to_cut_before
 from .graph.costs import LOCALHOST
 from .graph.rematerialize import Prices, Recomputation
@@ -147,6 +149,12 @@ def capture_phase(job: Compilation, known: Capture | None = None) -> Captured:
         split = split_over_ranks(
             capture, given.tensors, ranks, stages, sequence=options.sequence_parallel
         )
+    if options.loss is not None and has_loss(split.capture):
+        kind = type(job.source.model).__name__
+        raise PlanError(
+            f"a loss is given ({options.loss}), but {kind} makes its own.",
+            "Leave --loss out, or partition the model without its labels input.",
+        )
     digest = split.capture.sha256
     if options.stages or options.output:
         job.target(options.stages or job.ranks, digest)
@@ -224,11 +232,43 @@ def load(spec: str, options: PartitionOptions, on_phase: OnPhase | None) -> Mode
         inputs=options.inputs,
     )
     verify_shapes(source.model)
+    source = _of_sizes(source, options)
     if on_phase:
         number = sum(parameter.numel() for parameter in source.model.parameters())
         detail = f"{spec} · {write_large_count(number)} parameters · weights: {source.weights}"
         on_phase("load", detail, time.perf_counter() - start, "capture")
     return source
+
+
+def _of_sizes(source: ModelSource, options: PartitionOptions) -> ModelSource:
+    """The model with example inputs of the sizes that the options name.
+
+    The inputs that are made for a model by name have them, but not all have a length. Raises
+    ModelError if no dimension of the inputs has a named size.
+    """
+    wanted = {SEQUENCE: options.seq}
+    if ":" in source.spec:
+        wanted[BATCH] = options.micro_batch_size
+    named = {symbol: size for symbol, size in wanted.items() if size is not None}
+    if not named:
+        return source
+    given = read_arguments(source.model, source.example_inputs)
+    lengths = "auto" if options.sequence_dim is None else options.sequence_dim
+    dims = find_dimensions(source.model, given, options.batch_dim, lengths).dims
+    sizes = sizes_in(given.tensors, dims)
+    for symbol, size in named.items():
+        if symbol not in sizes:
+            flag, dimension = _FLAGS[symbol]
+            raise ModelError(
+                f"{flag} {size}, but no input of {type(source.model).__name__} has a {symbol} "
+                f"dimension: {describe_arguments(given.tensors)}.",
+                f"Leave {flag} out, or name the dimension: {dimension} INPUT=DIMENSION",
+            )
+    inputs = resized(given.tensors, dims, {**sizes, **named})
+    return replace(source, example_inputs=given.filled(inputs))
+
+
+_FLAGS = {BATCH: ("--micro-batch-size", "--batch-dim"), SEQUENCE: ("--seq", "--sequence-dim")}
 
 
 def capture_source(source: ModelSource, options: PartitionOptions) -> Capture:

@@ -75,7 +75,7 @@ from .values import (
 __all__ = [
     "Arguments", "CallRecord", "Capture", "IfTraining", "Local", "LocalDevice", "ModuleCall",
     "Recompute", "Region", "DimensionOption", "Size", "capture", "colocated",
-    "draws_in_order", "in_order",
+    "draws_in_order", "find_dimensions", "in_order",
     "read_arguments", "run", "size_text",
     "tensor_spec",
 ]  # fmt: skip
@@ -126,7 +126,9 @@ def capture(
     request = CaptureRequest(
         model=model,
         given=given,
-        dimensions=_dimensions(model, given, dynamic, batch_dim, sequence_dim),
+        dimensions=_named(dynamic)
+        if dynamic is not None
+        else find_dimensions(model, given, batch_dim, sequence_dim),
         may_fix=dynamic is None,
         is_leaf=leaf_rule(model, leaves),
         check=check,
@@ -196,17 +198,19 @@ def modes_by_hand(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _dimensions(
+def _named(dynamic: Dynamic) -> Dimensions:
+    """The free sizes that the user named."""
+    names = (symbol for named in dynamic.values() for symbol in named.values())
+    return Dimensions(dynamic, frozenset(names))
+
+
+def find_dimensions(
     model: nn.Module,
     given: Arguments,
-    dynamic: Dynamic | None,
-    batch_dim: DimensionOption,
-    sequence_dim: DimensionOption,
+    batch_dim: DimensionOption = "auto",
+    sequence_dim: DimensionOption = "auto",
 ) -> Dimensions:
-    """The free sizes that the user named in `dynamic`, else those of batch and sequence."""
-    if dynamic is not None:
-        names = (symbol for named in dynamic.values() for symbol in named.values())
-        return Dimensions(dynamic, frozenset(names))
+    """The free sizes of batch and sequence, by the options of `capture`."""
     check_dimension("--batch-dim", batch_dim, given.tensors)
     check_dimension("--sequence-dim", sequence_dim, given.tensors)
     if batch_dim == "auto":

@@ -203,13 +203,16 @@ class Arguments:
     structure: Mapping[str, Any]
     _places: Mapping[str, Any]
 
-    def call(self, model: nn.Module, tensors: Mapping[str, Any]) -> Any:
-        """Calls the model with these tensors in place of the example's."""
-        values = {
+    def filled(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The example arguments with these tensors in place of the example's."""
+        return {
             name: _mapped(value, name, lambda leaf, _: tensors[leaf.name])
             for name, value in self._places.items()
         }
-        args, kwargs = as_called(model, values)
+
+    def call(self, model: nn.Module, tensors: Mapping[str, Any]) -> Any:
+        """Calls the model with these tensors in place of the example's."""
+        args, kwargs = as_called(model, self.filled(tensors))
         return model(*args, **kwargs)
 
 

@@ -22,6 +22,8 @@ from .builtin import BUILTIN
 from .hub import load_transformers
 
 _MOST_VALUES = 2**33
+_LENGTH = 128
+"""Tokens of the inputs that are made for a model, unless a call names another number."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def load_model(
     *,
     model_args: Mapping[str, Any] | None = None,
     micro_batch_size: int | None = None,
-    seq: int = 128,
+    seq: int | None = None,
     seed: int = 0,
     meta: bool = False,
     pretrained: bool = False,
@@ -82,22 +84,15 @@ def load_model(
 
     A spec is a built-in name, a published configuration, a local transformers folder, a name
     on the hub (needs a network), `package.module:factory` or `path/file.py:factory`.
-    `inputs` maps names to texts such as `"f32[4, 64]"`, for a factory that returns only a model.
+    `micro_batch_size` and `seq` are the sizes of the inputs that are made for a model by name, by
+    default 8 samples (1 for a model of over 50 M parameters) of 128 tokens; the inputs of a factory
+    keep their sizes. `inputs` maps names to texts such as `"f32[4, 64]"`, for a factory that
+    returns only a model.
     With `meta` no parameter is allocated. With `pretrained` a name on the hub has its published
     weights, from the local cache or downloaded. Raises ModelError if there is no such model.
     """
     arguments = dict(model_args or {})
-    if pretrained and meta:
-        raise ModelError(
-            "--pretrained reads weights, and --meta builds the model without them.",
-            "Leave one of them out.",
-        )
-    if pretrained and (":" in spec or spec in BUILTIN):
-        raise ModelError(
-            f"--pretrained applies to names on the hub and to folders of transformers, not to "
-            f"{spec}.",
-            "Leave it out; a factory loads the weights of its model itself.",
-        )
+    _verify_options(spec, meta, pretrained, inputs)
     device = torch.device("meta") if meta else contextlib.nullcontext()
     torch.manual_seed(seed)
     random = f"random (seed {seed})" if not meta else ON_META
@@ -113,8 +108,6 @@ def load_model(
                 "Return (model, {name: tensor}), or describe them: --input x=f32[4,64]",
             )
         examples = _by_name(model, examples)
-        if micro_batch_size:
-            examples = _of_batch(examples, micro_batch_size)
         origin = random if meta else f"from {spec.rpartition(':')[2]}() (seed {seed})"
         return ModelSource(_name_of(spec), spec, model, examples, origin)
     if spec in BUILTIN:
@@ -125,8 +118,30 @@ def load_model(
         return ModelSource(spec, spec, model, inputs_made, random, criterion=criterion)
     model, weights, files = load_transformers(spec, arguments, device, meta, pretrained)
     name = re.sub(r"\W+", "_", Path(spec).name)
-    examples = transformers_inputs(model, micro_batch_size or default_size(model), seq)
+    examples = transformers_inputs(model, micro_batch_size or default_size(model), seq or _LENGTH)
     return ModelSource(name, spec, model, examples, weights or random, files)
+
+
+def _verify_options(
+    spec: str, meta: bool, pretrained: bool, inputs: Mapping[str, str] | None
+) -> None:
+    """Raises ModelError for options that do not apply to `spec`."""
+    if pretrained and meta:
+        raise ModelError(
+            "--pretrained reads weights, and --meta builds the model without them.",
+            "Leave one of them out.",
+        )
+    if pretrained and (":" in spec or spec in BUILTIN):
+        raise ModelError(
+            f"--pretrained applies to names on the hub and to folders of transformers, not to "
+            f"{spec}.",
+            "Leave it out; a factory loads the weights of its model itself.",
+        )
+    if inputs and ":" not in spec:
+        raise ModelError(
+            f"--input describes the inputs of a factory's model, and those of {spec} are known.",
+            "Leave it out.",
+        )
 
 
 def default_size(model: nn.Module) -> int:
@@ -152,23 +167,6 @@ def parse_input(name: str, text: str) -> Tensor:
             "have."
         )
     return torch.zeros(shape, dtype=dtypes[match[1]])
-
-
-def _of_batch(examples: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Example inputs of another micro-batch size: samples repeated, or the first ones."""
-    batched = [value for value in examples.values() if isinstance(value, Tensor) and value.dim()]
-    if not batched:
-        raise ModelError(
-            f"--micro-batch-size {size} cannot apply: no example input has a batch dimension.",
-            "Return example inputs whose first dimension is the batch.",
-        )
-    batch = batched[0].shape[0]
-    return {
-        name: value[torch.arange(size, device=value.device) % batch]
-        if isinstance(value, Tensor) and value.dim() and value.shape[0] == batch
-        else value
-        for name, value in examples.items()
-    }
 
 
 def transformers_inputs(model: nn.Module, batch: int, seq: int) -> dict[str, Tensor]:

@@ -102,10 +102,15 @@ class PartitionOptions:
     micro_batch_size: int | None = _loads(
         None,
         Whole(1, 2**24, 8),
-        "Number of samples in a micro-batch, for profiling and for training. [default: 8; 1 for a "
-        "model of over 50 M parameters]",
+        "Number of samples in a micro-batch, for profiling and for training. [default: that of a "
+        "factory's example inputs; for other models 8, or 1 with over 50 M parameters]",
     )
-    seq: int = _loads(128, Whole(1, 2**24, 128), "Sequence length in tokens.")
+    seq: int | None = _loads(
+        None,
+        Whole(1, 2**24, 128),
+        "Sequence length in tokens. [default: that of a factory's example inputs; for other models "
+        "128]",
+    )
     batch_dim: DimensionOption = _captures(
         "auto",
         _DIMENSIONS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from ..executor.precision import FULL, BoundaryDtypes, Precision, dtypes_of_fold
 from ..formatting import write_bytes, write_share
 from ..optimizers.facts import OWN, facts_of
 from ..plan.plan import Plan, StageSpec, TensorSpec
+from ..plan.validate import with_option
 from ..staleness import has_other_backward
 from ..tensor_files import dtype_of
 from .execution_options import ExecutionOptions
@@ -129,8 +129,7 @@ def precision_warning(options: ExecutionOptions, plan: Plan) -> str:
         return ""
     planned = plan.profile["dtype"]
     computed = "bfloat16" if options.precision != "full" else "float32"
-    command = re.sub(r" --dtype[ =]\S+", "", plan.command)
-    again = f"{command} --dtype {computed}" if computed != "float32" else command
+    again = with_option(plan.command, "--dtype", None if computed == "float32" else computed)
     running = options.precision if options.precision != "full" else options.dtype or "float32"
     return (
         f"the plan was profiled in {planned}, this run computes in {running}: cuts and predictions "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import log
@@ -19,6 +18,7 @@ from ..optimizers.facts import OPTIMIZERS, facts_of, that_take
 from ..optimizers.loss_scale import INITIAL
 from ..options import options_of
 from ..plan.plan import Plan, verify_evaluates
+from ..plan.validate import with_option
 from .asynchronous_options import (
     check_methods,
     resolve_asynchronous,
@@ -78,7 +78,8 @@ def resolve(
         lacking = "a loss that is not one number" if has_loss else "no loss"
         raise PlanError(
             f"{plan.name} returns {lacking} and names no criterion.",
-            "--criterion cross_entropy, or mse, or my_file.py:function",
+            "--criterion cross_entropy, or mse, or my_file.py:function; or return {'loss': loss} "
+            "from forward",
         )
     settings = _evaluations(_without_network(settings), plan)
     with_recompute(plan, settings.recompute)
@@ -281,7 +282,7 @@ def _batch(settings: Settings, plan: Plan) -> dict[str, Any]:
     if size != planned and not uses_symbol(plan, "batch"):
         raise SettingsError(
             f"--micro-batch-size {size}, but the plan was made for {planned} and no other size.",
-            f"{plan.command} --micro-batch-size {size}",
+            with_option(plan.command, "--micro-batch-size", size),
         )
     count = count or 8
     uneven = total if total not in (None, count * size * replicas) else None
@@ -325,26 +326,19 @@ def _indivisible(total: int, count: int, size: int | None, replicas: int) -> Set
     )
 
 
-def _with_seq(command: str, tokens: int) -> str:
-    """The command that made a plan, for another sequence length."""
-    return f"{re.sub(r' --seq[ =][0-9]+', '', command)} --seq {tokens}"
-
-
 def _sequence(settings: Settings, plan: Plan) -> int | None:
     planned = plan.sizes.get("sequence")
     length = settings.seq
     if length is None or length == planned:
         return planned
+    again = with_option(plan.command, "--seq", length)
     if planned is None or not uses_symbol(plan, "sequence"):
-        fixed = "has no sequence length" if planned is None else f"was made for {planned} only"
         raise SettingsError(
-            f"--seq {length}, but the plan {fixed}.", _with_seq(plan.command, length)
+            f"--seq {length}, but no input of {plan.name} has a free sequence length.",
+            f"Leave --seq out, or partition the model for this length: {again}",
         )
     if length > planned:
-        raise SettingsError(
-            f"--seq {length}, but the plan was made for {planned} tokens.",
-            _with_seq(plan.command, length),
-        )
+        raise SettingsError(f"--seq {length}, but the plan was made for {planned} tokens.", again)
     return length
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 
 from ..freezing.elastic import NO_CACHE
 from ..optimizers.facts import OPTIMIZERS, facts_of
 from ..plan.plan import Plan
+from ..plan.validate import with_option
 from ..staleness.compose import METHODS, parse, reads_optimizer
 from ..staleness.predicted_weights import AggregatedMsnag
 from .learning_options import DDP
@@ -30,12 +30,11 @@ def with_tensor_ranks(settings: Settings, plan: Plan) -> Settings:
 def _check_folder(settings: Settings, plan: Plan, ranks: int) -> None:
     if plan.tensor_parallel > 1:
         return
-    words = shlex.split(plan.command)
-    again = shlex.join([*words, "--tensor-parallel", str(ranks), "--force"])
+    again = with_option(plan.command, "--tensor-parallel", ranks)
     raise SettingsError(
         f"--tensor-parallel {ranks}, but the stages of {settings.folder} were generated for 1 "
         "tensor rank and have no split layers.",
-        again if words else f"asyncpipe-partition .. --tensor-parallel {ranks}",
+        f"{again} --force",
     )
 
 

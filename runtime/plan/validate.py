@@ -44,6 +44,21 @@ def is_command(text: str) -> bool:
     return words[:1] == [COMMAND] and shlex.join(words) == text
 
 
+def with_option(command: str, flag: str, value: object = None) -> str:
+    """A command with another value of an option, or without the option if there is no value.
+
+    >>> with_option("asyncpipe-partition --model gpt2 --seq=32 --stages 2", "--seq", 48)
+    'asyncpipe-partition --model gpt2 --stages 2 --seq 48'
+    """
+    words = shlex.split(command) or [COMMAND, ".."]
+    kept = [
+        word
+        for before, word in zip(("", *words), words, strict=False)
+        if flag not in (before, word) and not word.startswith(f"{flag}=")
+    ]
+    return shlex.join(kept if value is None else [*kept, flag, str(value)])
+
+
 def _contradictions(plan: Plan) -> Iterator[str]:
     for field in fields(plan):
         if field.name not in _SENTENCES:

@@ -47,13 +47,6 @@ def test_an_unknown_field_is_named_with_the_nearest_one() -> None:
         load_model("gpt2", model_args={"n_layers": 2})
 
 
-def test_inputs_of_ones_own_model_take_the_micro_batch_size_that_is_asked() -> None:
-    example = Path(__file__).parents[3] / "examples" / "residual_mlp.py"
-    for size in (3, 20):
-        source = load_model(f"{example}:build", micro_batch_size=size)
-        assert source.example_inputs["x"].shape == (size, 16)
-
-
 def test_e1_an_unknown_name_suggests_the_nearest_one() -> None:
     with pytest.raises(ModelError) as caught:
         load_model("gtp2")

@@ -399,7 +399,7 @@ def test_a_shorter_sequence_resizes_the_plan(text: Plan) -> None:
 
 
 def test_a_sequence_for_a_model_without_one_is_refused(mlp: Plan) -> None:
-    with pytest.raises(SettingsError, match="has no sequence length"):
+    with pytest.raises(SettingsError, match="no input of tiny_mlp has a free sequence length"):
         resolved(mlp, seq=64)
 
 

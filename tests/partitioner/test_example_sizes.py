@@ -1,0 +1,165 @@
+"""The sizes of a factory's example inputs, and the loss that a model returns."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncpipe
+from asyncpipe.partitioner.capture_and_profile import load
+from asyncpipe.partitioner.planning.options import PartitionOptions
+from asyncpipe.runtime.errors import ModelError, PlanError
+from asyncpipe.tests.support.processes.in_process import command, error_of
+
+MODELS = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+class Language(nn.Module):
+    def __init__(self, batch_first):
+        super().__init__()
+        self.embed, self.recurrent = nn.Embedding(256, 8), nn.GRU(8, 8, batch_first=batch_first)
+        self.middle, self.head = nn.Linear(8, 8), nn.Linear(8, 256)
+
+    def forward(self, ids, labels):
+        hidden, _ = self.recurrent(self.embed(ids))
+        return cross_entropy(self.head(self.middle(hidden)).flatten(0, 1), labels.flatten())
+
+
+def ids(*shape):
+    return {name: torch.randint(256, shape) for name in ("ids", "labels")}
+
+
+def batch_first():
+    return Language(True), ids(6, 10)
+
+
+def time_first():
+    return Language(False), ids(10, 6)
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.language = Language(True)
+
+    def forward(self, given):
+        return {"loss": self.language(given["ids"], given["labels"])}
+
+
+def nested():
+    return Nested(), {"given": ids(6, 10)}
+
+
+def picture():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"input": torch.randn(6, 4)}
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(MODELS)
+    return tmp_path
+
+
+def shapes_of(models: Path, factory: str, **options: Any) -> dict[str, tuple[int, ...]]:
+    source = load(f"{models / 'own.py'}:{factory}", PartitionOptions(**options), None)
+    values = source.example_inputs.get("given", source.example_inputs)
+    return {name: tuple(tensor.shape) for name, tensor in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "shape"),
+    [
+        ("batch_first", {}, (6, 10)),
+        ("batch_first", {"micro_batch_size": 3}, (3, 10)),
+        ("batch_first", {"seq": 17}, (6, 17)),
+        ("batch_first", {"seq": 4, "micro_batch_size": 10}, (10, 4)),
+        ("batch_first", {"seq": 4, "sequence_dim": None}, (6, 4)),
+        ("time_first", {"micro_batch_size": 3}, (10, 3)),
+        ("time_first", {"seq": 17}, (17, 6)),
+        ("time_first", {"seq": 17, "batch_dim": 0}, (10, 17)),
+        ("nested", {"seq": 17, "micro_batch_size": 9}, (9, 17)),
+    ],
+)
+def test_inputs_of_ones_own_model_have_the_sizes_that_are_asked(
+    models: Path, factory: str, options: dict[str, Any], shape: tuple[int, int]
+) -> None:
+    assert shapes_of(models, factory, **options) == {"ids": shape, "labels": shape}
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "message"),
+    [
+        (
+            "picture",
+            {"seq": 5},
+            r"--seq 5, but no input of Sequential has a sequence dimension: input f32\[6, 4\].\n"
+            "Leave --seq out, or name the dimension: --sequence-dim INPUT=DIMENSION",
+        ),
+        (
+            "batch_first",
+            {"micro_batch_size": 5, "batch_dim": None},
+            "--micro-batch-size 5, but no input of Language has a batch dimension",
+        ),
+    ],
+)
+def test_a_size_that_no_input_has_is_refused(
+    models: Path, factory: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        shapes_of(models, factory, **options)
+
+
+@pytest.mark.parametrize("name", ["mlp", "vit-base"])
+def test_a_length_for_a_model_by_name_without_one_is_refused(name: str) -> None:
+    with pytest.raises(ModelError, match="--seq 5, but no input of .* has a sequence dimension"):
+        load(name, PartitionOptions(seq=5, meta=True), None)
+
+
+def test_inputs_of_a_model_by_name_are_not_described() -> None:
+    with pytest.raises(ModelError, match="--input describes the inputs of a factory's model, and"):
+        load("mlp", PartitionOptions(inputs={"x": "f32[4, 1024]"}), None)
+
+
+def made(folder: Path, *words: str) -> None:
+    command(folder, "partition", *words, "--profile", "analytic", "--quiet")
+
+
+def test_the_command_for_a_longer_sequence_makes_a_plan_for_it(models: Path) -> None:
+    made(models, "--model", "own.py:batch_first", "--stages", "2", "--output", "g")
+    longer = ("train", "g", "--seq", "32", "--data", "shakespeare", "--steps", "1", "--dry-run")
+    refused, cure = error_of(models, *longer).splitlines()
+    assert refused == "error: --seq 32, but the plan was made for 10 tokens."
+    command(models, "partition", *shlex.split(cure)[1:])
+    assert json.loads((models / "g" / "plan.json").read_text())["sizes"]["sequence"] == 32
+    assert "output" in command(models, *longer).out
+
+
+def test_time_first_trains_as_batch_first_on_a_loss_alone(models: Path) -> None:
+    given = "--schedule single --steps 3 --micro-batches 2 --lr 0.1".split()
+    losses = []
+    for factory in ("batch_first", "time_first"):
+        made(models, "--model", f"own.py:{factory}", "--stages", "2", "--output", factory)
+        run = ("train", factory, "--data", "shakespeare", "--output", f"r{factory}")
+        command(models, *run, *given)
+        lines = (models / f"r{factory}" / "metrics.jsonl").read_text().splitlines()
+        losses.append([row["loss"] for row in map(json.loads, lines) if "loss" in row])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_single_number_is_the_loss_unless_a_criterion_reads_it(models: Path) -> None:
+    namespace: dict[str, Any] = {}
+    exec(MODELS, namespace)
+    given: dict[str, Any] = {"stages": 2, "profile": "analytic"}
+    for loss, name in ((None, True), ("mse", False)):
+        output = models / f"loss_{loss}"
+        plan = asyncpipe.partition(*namespace["batch_first"](), output=output, loss=loss, **given)
+        assert (plan.loss is not None) is name
+    with pytest.raises(PlanError, match=r"a loss is given \(mse\), but Nested makes its own."):
+        asyncpipe.partition(*namespace["nested"](), output=models / "x", loss="mse", **given)
+    assert not (models / "x").exists()
