@@ -2,7 +2,8 @@
 
 `find_batch` uses that samples are independent of each other. The model itself runs on all samples
 of the example and on two parts of them: if its results on the parts are those on the whole, the
-divided dimension counts samples.
+divided dimension counts samples. The loss of a part of the positions may be almost that of all
+positions; so, for a model that returns only a loss, the last results of its modules count too.
 
 `corrected` replaces a guess of the free sizes, which forward contradicted, by sizes that forward
 leaves free. Forward runs once more with a free symbol for each dimension in question; torch's
@@ -12,6 +13,7 @@ ShapeEnv then knows which symbols became a number, and which became equal.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -54,6 +56,8 @@ _DIMENSIONS_TRIED = 3
 _WAYS_TRIED = 12
 _LEAST_SAMPLES = 4  # Parts of one sample are special where forward squeezes.
 _TOLERANCE = 1e-3
+_HIDING = 1e-3  # Smaller parameters hide the layers before them.
+_RESULTS_SEEN = 4
 
 
 def find_batch(model: nn.Module, given: Arguments) -> tuple[Batch, str]:
@@ -126,12 +130,26 @@ def _on_a_copy(model: nn.Module, given: Arguments) -> Runs | None:
                     aside.enter_context(_Restored(twin.parameters()))
                 aside.enter_context(unchanged(twin))
                 seed_torch(0)
+                inner = _record_results(twin)
                 with torch.no_grad():
-                    return list(tensors_in(plain_structure(given.call(twin, own))))
+                    results = list(tensors_in(plain_structure(given.call(twin, own))))
+                is_loss = all(result.numel() == 1 for result in results)
+                return [*results, *inner] if is_loss else results
         except Exception:
             return None
 
     return runs
+
+
+def _record_results(model: nn.Module) -> deque[Tensor]:
+    """The last results of modules without submodules, once the model has run."""
+    recorded: deque[Tensor] = deque(maxlen=_RESULTS_SEEN)
+    for module in model.modules():
+        if not any(module.children()) and not isinstance(module, torch.jit.ScriptModule):
+            module.register_forward_hook(
+                lambda _, __, result: recorded.extend(tensors_in(plain_structure(result)))
+            )
+    return recorded
 
 
 class _Restored(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -172,11 +190,12 @@ class _Restored(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _fill_zeros(model: nn.Module) -> None:
-    """Gives parameters of zeros random values: a layer of zeros hides everything before it."""
+    """Gives parameters of zeros, or of almost zeros, random values: they hide all that they
+    multiply, such as the blocks of a model with LayerScale."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.any():
+            if finite_magnitude(parameter) < _HIDING:
                 noise = torch.rand(parameter.shape, generator=generator) / 4
                 parameter.copy_(noise)
 

@@ -268,3 +268,38 @@ class Logarithms(nn.Module):
 def test_results_that_are_no_numbers_decide_nothing() -> None:
     inputs = {"x": torch.randn(6, 3), "weights": torch.tensor([1.0, -2.0, 3.0, 0.0, -1.0, 4.0])}
     assert shapes(capture(Logarithms(), inputs)) == ["f32[batch, 3]", "f32[batch]"]
+
+
+class Mixed(nn.Module):
+    """A language model whose only result is the loss; `mix` mixes the positions."""
+
+    def __init__(self, mix: str, scale: float, batch: int) -> None:
+        super().__init__()
+        self.embed, self.head, self.batch = nn.Embedding(50, 16), nn.Linear(16, 50), batch
+        self.mix = nn.GRU(16, 16) if mix == "recurrent" else nn.MultiheadAttention(16, 2)
+        self.scale = nn.Parameter(torch.full((16,), scale))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        ids, labels = (ids, labels) if self.batch == 1 else (ids.T, labels.T)
+        x = self.embed(ids)
+        mixed = self.mix(x) if isinstance(self.mix, nn.GRU) else self.mix(x, x, x)
+        x = x + self.scale * mixed[0]
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 1e-5])
+@pytest.mark.parametrize("mix", ["recurrent", "attention"])
+def test_a_loss_that_hardly_depends_on_the_other_positions_does_not_make_them_samples(
+    mix: str, scale: float, ignored: bool, batch: int
+) -> None:
+    torch.manual_seed(1)
+    shape = (64, 8) if batch else (8, 64)
+    ids, labels = torch.randint(50, shape), torch.randint(50, shape)
+    if ignored:
+        labels[torch.rand(shape) < 0.3] = -100
+    model = Mixed(mix, scale, batch)
+    found, note = find_batch(model, read_arguments(model, {"ids": ids, "labels": labels}))
+    assert found == {"ids": batch, "labels": batch}
+    assert bool(note) is (batch == 1)
