@@ -91,15 +91,11 @@ def assemble(
         inputs=capture.inputs,
         values=values,
         arguments=capture.arguments.structure,
+        left_out=capture.arguments.left_out,
         outputs=outputs,
         loss=_loss(outputs, values, facts.criterion),
         criterion=facts.criterion,
-        stages=tuple(
-            _stage(capture, stage, own, profile, solution, transfers, labels)
-            for stage, own, labels in zip(
-                stage_graphs, tensors, node_labels(stage_graphs), strict=True
-            )
-        ),
+        stages=_stages(capture, stage_graphs, tensors, profile, solution, transfers),
         shared=shared,
         method=solution.method,
         bottleneck_ms=solution.bottleneck_ms,
@@ -155,6 +151,21 @@ def _with_written_step(plan: Plan, solution: Solution) -> Plan:
         plan,
         setting=replace(plan.setting, step_ms=step_ms),
         optimal=plan.optimal and step_ms <= solution.step_ms * (1 + 1e-9),
+    )
+
+
+def _stages(
+    capture: Capture,
+    stage_graphs: Sequence[StageGraph],
+    tensors: Sequence[StageTensors],
+    profile: Profile,
+    solution: Solution,
+    transfers: _Transfers,
+) -> tuple[StageSpec, ...]:
+    labels = node_labels(stage_graphs)
+    return tuple(
+        _stage(capture, stage, own, profile, solution, transfers, label)
+        for stage, own, label in zip(stage_graphs, tensors, labels, strict=True)
     )
 
 

@@ -197,10 +197,12 @@ class Arguments:
     tensors: the tensors in them by name
     structure: a description by forward's parameters, with the names of the tensors; the values
         for `*args` are under `*args`
+    left_out: the parameters of forward that the example leaves at their defaults
     """
 
     tensors: Mapping[str, Tensor]
     structure: Mapping[str, Any]
+    left_out: tuple[str, ...]
     _places: Mapping[str, Any]
 
     def filled(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +244,12 @@ def read_arguments(model: nn.Module, given: Mapping[str, Any]) -> Arguments:
         f"*{name}" if name == variadic else name: described(value, _name_of)
         for name, value in places.items()
     }
-    return Arguments(tensors, structure, places)
+    left_out = (
+        name
+        for name, parameter in _parameters(model).items()
+        if parameter.default is not parameter.empty and name not in given
+    )
+    return Arguments(tensors, structure, tuple(left_out), places)
 
 
 def _name_of(leaf: Any) -> str | None:

@@ -39,6 +39,8 @@ class Naming:
         self.source = source
         self._arguments = task.arguments
         self._has_label = task.label is not None
+        answers = {TARGET, *OTHER_NAMES[TARGET]}
+        self._left_out = [name for name in task.left_out if name not in answers]
         self._dtypes = dtypes
 
     def named(self, sample: Any) -> Mapping[str, Any]:
@@ -66,7 +68,8 @@ class Naming:
         return named
 
     def check(self, named: Mapping[str, Any], fields: Collection[str]) -> None:
-        """Raises DataError for a field that is not there."""
+        """Raises DataError for a field that is not there, and for a value of an argument of forward
+        that the plan was made without."""
         lacking = [name for name in fields if name not in named]
         if lacking:
             raise DataError(
@@ -74,6 +77,14 @@ class Naming:
                 f"but the model reads {lacking[0]}.",
                 f"Rename one of them to {lacking[0]}.",
             )
+        for name in self._left_out:
+            if named.get(name) is not None:
+                raise DataError(
+                    f"a sample of {self.source} has {name}, which forward takes, but the model was "
+                    "partitioned without it.",
+                    f"Leave {name} out of the samples, or partition the model with an example of "
+                    "it.",
+                )
 
     def tensor(self, name: str, value: Any) -> Tensor:
         """A value as a tensor in the dtype that the run reads. Raises DataError for a value that is

@@ -162,6 +162,8 @@ class Task:
     """The width of a classifier's logits, if the plan says it."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The structures of forward's arguments."""
+    left_out: tuple[str, ...] = ()
+    """The arguments of forward that the plan was made without."""
 
     @property
     def unit(self) -> str:
@@ -179,7 +181,9 @@ def find_task(plan: Plan, *, criterion: str | None, architecture: str = "") -> T
     fields = (*names, TARGET) if label == TARGET else names
     kind = _kind(sample)
     objective = _objective(plan, architecture) if kind == "text" else "causal"
-    return Task(kind, sample.name, label, fields, objective, _classes(plan), arguments_of(plan))
+    arguments = arguments_of(plan)
+    classes, left_out = _classes(plan), plan.left_out
+    return Task(kind, sample.name, label, fields, objective, classes, arguments, left_out)
 
 
 @dataclass(frozen=True)

@@ -247,13 +247,11 @@ _USUAL: Mapping[str, Any] = MappingProxyType(
     {
         "mode": "both",
         "tensor_parallel": 1,
-        "layouts": (),
         "draws_numbers": False,
-        "changes": (),
-        "changes_trained": (),
         "number": None,
         "trains": True,
         "unshared": None,
+        **dict.fromkeys(("left_out", "layouts", "changes", "changes_trained"), ()),
         **dict.fromkeys(("summing_ms", "tensor_sums_ms", "spread", "zero"), 0),
     }
 )
@@ -293,6 +291,7 @@ class Plan:
     candidates: other plans that were considered
     if_sent: the boundaries if no stage recomputed an earlier one's value; empty if equal
     arguments: the structure of forward's arguments, as in `outputs`; None if these are the inputs
+    left_out: the arguments of forward that the example left at their defaults
     constants: tensors outside the state_dict, stored with the weights
     mode: "both", or "train" for stages without an evaluation mode
     tensor_parallel: the tensor ranks of each stage, as planned; 1 for stages that nothing splits
@@ -330,6 +329,7 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     if_sent: tuple[Boundary, ...] = ()
     arguments: Mapping[str, Any] | None = None
+    left_out: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     mode: str = "both"
     tensor_parallel: int = 1

@@ -1,4 +1,4 @@
-"""The sizes of a factory's example inputs, and the loss that a model returns."""
+"""A model from a file: the sizes of its example inputs, its optional inputs, its loss."""
 
 import json
 import shlex
@@ -47,12 +47,24 @@ class Nested(nn.Module):
         super().__init__()
         self.language = Language(True)
 
-    def forward(self, given):
+    def forward(self, given, mask=None, scale=1.0):
         return {"loss": self.language(given["ids"], given["labels"])}
 
 
 def nested():
     return Nested(), {"given": ids(6, 10)}
+
+
+def samples(**more):
+    return [{"given": {name: row[0] for name, row in ids(1, 10).items()}, **more}] * 8
+
+
+def masked():
+    return samples(mask=torch.ones(10))
+
+
+def without():
+    return samples(mask=None, number=1)
 
 
 def picture():
@@ -163,3 +175,11 @@ def test_a_single_number_is_the_loss_unless_a_criterion_reads_it(models: Path) -
     with pytest.raises(PlanError, match=r"a loss is given \(mse\), but Nested makes its own."):
         asyncpipe.partition(*namespace["nested"](), output=models / "x", loss="mse", **given)
     assert not (models / "x").exists()
+
+
+def test_samples_with_an_argument_that_the_plan_was_made_without_are_refused(models: Path) -> None:
+    made(models, "--model", "own.py:nested", "--stages", "2", "--output", "g")
+    run = ("train", "g", "--schedule", "single", "--steps", "1", "--data")
+    told = error_of(models, *run, "own.py:masked")
+    assert "a sample of own.py:masked has mask, which forward takes, but the model was" in told
+    assert "1 steps" in command(models, *run, "own.py:without").out
