@@ -73,14 +73,17 @@ def find_batch(model: nn.Module, given: Arguments) -> tuple[Batch, str]:
     is_known = getattr(model, "main_input_name", None) in given.tensors
     if is_known or is_on_meta(model) or (runs := _on_a_copy(model, given)) is None:
         return usual, ""
-    whole = runs(given.tensors)
+    inputs = _varied(given.tensors)
+    if (whole := runs(inputs)) is None:
+        inputs = given.tensors
+        whole = runs(inputs)
     if whole is None:
         return usual, ""
-    ways = list(islice(_ways(given.tensors), _WAYS_TRIED))
+    ways = list(islice(_ways(inputs), _WAYS_TRIED))
     for way in (usual, *(way for way in ways if way != usual)):
-        if _is_independent(runs, given.tensors, way, whole):
+        if _is_independent(runs, inputs, way, whole):
             return way, "" if way == usual else _note(way)
-    if _covers(usual, given.tensors) and runs(_part(given.tensors, usual, 0)) is not None:
+    if _covers(usual, inputs) and runs(_part(inputs, usual, 0)) is not None:
         # Losses may compare the samples of a batch, and random numbers differ between runs.
         return usual, ""
     return none, (
@@ -97,6 +100,23 @@ def _note(batch: Batch) -> str:
         f"the batch is {' and '.join(places)}{lacking}: the model gives each part of it the same "
         "results as the whole; if it is another, name it: --batch-dim INPUT=DIMENSION"
     )
+
+
+def _varied(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Inputs in which numbers that are all equal, such as zeros, are random: from equal samples one
+    does not see that they influence each other."""
+    generator = torch.Generator().manual_seed(0)
+    varied = dict(inputs)
+    for name, tensor in inputs.items():
+        is_constant = tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all())
+        if is_constant and tensor.is_floating_point():
+            values = torch.rand(tensor.shape, generator=generator)
+        elif is_constant and tensor.dim() > 1 and tensor.dtype is not torch.bool:
+            values = torch.randint(2, tensor.shape, generator=generator)
+        else:
+            continue
+        varied[name] = values.to(tensor)
+    return varied
 
 
 Runs = Callable[[Mapping[str, Tensor]], list[Tensor] | None]
@@ -201,14 +221,13 @@ def _fill_zeros(model: nn.Module) -> None:
 
 
 def _ways(inputs: Mapping[str, Tensor]) -> Iterator[Batch]:
-    """Candidates for the batch: dimensions of equal size in all inputs that have that size."""
+    """Candidates for the batch: dimensions of equal size in all inputs that have that size, those
+    of size 1 last."""
     base = max(inputs, key=lambda name: min(inputs[name].dim(), 2))
     shape = inputs[base].shape[:_DIMENSIONS_TRIED]
     if inputs[base].dim() == 2 and inputs[base].is_floating_point():
         shape = shape[:1]  # Dimension 1 counts features.
-    for dim, size in enumerate(shape):
-        if size < 2:
-            continue
+    for dim, size in sorted(enumerate(shape), key=lambda item: item[1] == 1):
         options: list[list[int | None]] = []
         for name, tensor in inputs.items():
             equal = [at for at, other in enumerate(tensor.shape) if other == size]
@@ -240,6 +259,24 @@ def _part(inputs: Mapping[str, Tensor], batch: Batch, number: int) -> dict[str, 
     }
 
 
+def _unlike(inputs: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+    """Inputs with samples that differ from each other: scaled numbers of floating point, and other
+    values moved along the largest dimension."""
+    unlike = dict(inputs)
+    for name, dim in batch.items():
+        if dim is None:
+            continue
+        samples = list(inputs[name].unbind(dim))
+        for number, sample in enumerate(samples):
+            if sample.is_floating_point():
+                samples[number] = sample * (1 + number / len(samples))
+            elif sample.dim():
+                along = max(range(sample.dim()), key=lambda dim: sample.shape[dim])
+                samples[number] = sample.roll(number, along)
+        unlike[name] = torch.stack(samples, dim)
+    return unlike
+
+
 def _is_independent(
     runs: Runs, inputs: Mapping[str, Tensor], batch: Batch, whole: list[Tensor]
 ) -> bool:
@@ -248,8 +285,10 @@ def _is_independent(
         return False
     if size < _LEAST_SAMPLES:
         dims = {name: {} if dim is None else {dim: BATCH} for name, dim in batch.items()}
-        inputs = resized(inputs, dims, {BATCH: _LEAST_SAMPLES})
-        size, enlarged = _LEAST_SAMPLES, runs(inputs)
+        repeated = resized(inputs, dims, {BATCH: _LEAST_SAMPLES})
+        inputs, size = _unlike(repeated, batch), _LEAST_SAMPLES
+        if (enlarged := runs(inputs)) is None:
+            inputs, enlarged = repeated, runs(repeated)
         if enlarged is None:
             return False
         whole = enlarged

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -150,8 +151,12 @@ def default_size(model: nn.Module) -> int:
 
 
 def parse_input(name: str, text: str) -> Tensor:
-    """`"f32[4, 64]"` or `"i64[4, 16]"` -> a tensor of zeros of that dtype and shape. Raises
-    ModelError for another text."""
+    """`"f32[4, 64]"` or `"i64[4, 16]"` -> a tensor of that dtype and shape.
+
+    Its values are random, so that samples differ: from 0 to 1 for numbers of floating point, 0 or 1
+    for whole numbers of two dimensions or more. Others are zeros, which also count as lengths in
+    order. Raises ModelError for another text.
+    """
     dtypes = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
     dtypes |= {"i64": torch.int64, "i32": torch.int32, "bool": torch.bool}
     match = re.fullmatch(r"(\w+)\[([0-9,\s]{0,200})\]", text.strip())
@@ -166,7 +171,13 @@ def parse_input(name: str, text: str) -> Tensor:
             f"--input {name}={text} has {prod(shape):.1e} values, more than one micro-batch can "
             "have."
         )
-    return torch.zeros(shape, dtype=dtypes[match[1]])
+    dtype = dtypes[match[1]]
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    if dtype.is_floating_point:
+        return torch.rand(shape, generator=generator, dtype=dtype)
+    if dtype is not torch.bool and len(shape) > 1:
+        return torch.randint(2, shape, generator=generator, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype)
 
 
 def transformers_inputs(model: nn.Module, batch: int, seq: int) -> dict[str, Tensor]:

@@ -303,3 +303,43 @@ def test_a_loss_that_hardly_depends_on_the_other_positions_does_not_make_them_sa
     found, note = find_batch(model, read_arguments(model, {"ids": ids, "labels": labels}))
     assert found == {"ids": batch, "labels": batch}
     assert bool(note) is (batch == 1)
+
+
+class Attending(nn.Module):
+    """Embeds whole numbers, and mixes the positions by an attention with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        mixed: Tensor = self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+        return mixed
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "batch"),
+    [
+        (nn.GRU(4, 5), {"input": torch.zeros(7, 3, 4)}, {"input": 1}),
+        (nn.GRU(4, 5), {"input": torch.ones(7, 1, 4)}, {"input": 1}),
+        (nn.GRU(4, 5, batch_first=True), {"input": torch.zeros(1, 7, 4)}, {"input": 0}),
+        (nn.GRU(4, 5, batch_first=True), {"input": torch.zeros(7, 1, 4)}, {"input": 0}),
+        (
+            Attending(),
+            {"ids": torch.zeros(6, 6, dtype=torch.long), "mask": torch.zeros(6, 6)},
+            {"ids": 0, "mask": None},
+        ),
+        (
+            Attending(),
+            {"ids": torch.randint(9, (1, 6)), "mask": torch.zeros(6, 6)},
+            {"ids": 0, "mask": None},
+        ),
+        (nn.Conv2d(1, 4, 3), {"input": torch.zeros(1, 1, 8, 8)}, {"input": 0}),
+    ],
+)
+def test_equal_samples_and_a_single_one_are_enough_to_find_the_batch(
+    model: nn.Module, inputs: dict[str, Tensor], batch: dict[str, int | None]
+) -> None:
+    assert find_batch(model, read_arguments(model, inputs))[0] == batch

@@ -180,6 +180,9 @@ def test_models_without_published_weights_are_not_pretrained(
 def test_an_input_is_written_as_dtype_and_shape() -> None:
     assert parse_input("x", "f32[4, 64]").shape == (4, 64)
     assert parse_input("ids", "i64[2]").dtype == torch.int64
+    assert len(parse_input("x", "f32[4, 64]").unique()) > 200
+    assert set(parse_input("ids", "i32[4, 64]").flatten().tolist()) == {0, 1}
+    assert not torch.equal(parse_input("x", "f32[4]"), parse_input("y", "f32[4]"))
     with pytest.raises(ModelError, match="is not a dtype and a shape"):
         parse_input("x", "float[4")
 
