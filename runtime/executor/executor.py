@@ -61,8 +61,7 @@ class Executor:
 
     - `stages`: this rank's modules by stage
     - `rank_of_stage`: the rank of each stage, by default one stage per rank
-    - `replicas`: as for Schedule; the observer sums gradients of replicas, and with them those of
-      parameters that stages share
+    - `replicas`: as for Schedule; the observer sums their gradients, also of shared parameters
     - `staleness`: names in `staleness.METHODS`, joined by +; `attach` gives them the optimizers
     - `criterion`: computes the loss if the model returns none, at the last stage that makes a model
       output
@@ -128,6 +127,7 @@ class Executor:
                 precision=self.precision,
                 batch_norm=self._batch_norms.get(j),
                 loss_seed=seed,
+                captured_dtypes={spec.name: spec.dtype for spec in plan.inputs},
             )
             for j, module in modules.items()
         }

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from ..errors import AsyncPipeError, TransportError
 from ..plan.plan import StageSpec
 from ..rng import GeneratorState, drawing_from
 from ..staleness.weight_versions import Weights
+from ..tensor_files import dtype_of
 from ..tensor_parallel.ranks import reading_loss_alone
 from ..user_code import own_line
 from .precision import FULL, Precision
@@ -105,6 +107,7 @@ class Stage:
     - `batch_norm`: updates running statistics once a mini-batch
     - `loss_seed`: the seed of the criterion's random draws, which depend on it and on the
       micro-batch alone
+    - `captured_dtypes`: the dtypes of the model's inputs when it was captured
 
     A stage without the loss whose outputs need no gradient has no backward: it keeps nothing and
     never recomputes.
@@ -122,6 +125,7 @@ class Stage:
         precision: Precision = FULL,
         batch_norm: MiniBatchNorm | None = None,
         loss_seed: int | None = None,
+        captured_dtypes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         for part in module.modules():
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
@@ -136,6 +140,7 @@ class Stage:
         self.loss_alone = False
         self._batch_norm = batch_norm
         self._loss_seed = loss_seed
+        self._captured_dtypes = captured_dtypes
         self.has_backward = loss_of is not None or bool(self._grad_outputs)
         self._buffers = Buffers(module)
         self._changed = ChangedParameters(module, spec.changes)
@@ -176,7 +181,7 @@ class Stage:
             with self._counting(window):
                 outputs, loss = self._forward(micro_batch, forward_inputs, generator, recompute)
         except Exception as error:
-            raise self._error("forward", micro_batch, error) from error
+            raise self._error("forward", micro_batch, error, fed) from error
         return _detached(outputs, loss)
 
     def evaluate(
@@ -189,7 +194,7 @@ class Stage:
             with torch.no_grad():
                 return _detached(*self._run(forward_inputs, None))
         except Exception as error:
-            raise self._error("forward", micro_batch, error) from error
+            raise self._error("forward", micro_batch, error, fed) from error
 
     def look_ahead(self, inputs: Values, index: int) -> None:
         """Prepares for the forward of a micro-batch to come, whose action has this index."""
@@ -348,13 +353,15 @@ class Stage:
         )
         return bound
 
-    def _error(self, action: str, micro_batch: int, error: Exception) -> AsyncPipeError:
+    def _error(
+        self, action: str, micro_batch: int, error: Exception, fed: Values | None = None
+    ) -> AsyncPipeError:
         if isinstance(error, TransportError):  # of a sum over tensor ranks
             return error
         place = own_line(error)
         is_of_stage = place.rpartition(":")[0] == inspect.getfile(type(self.module))
         at = f" ({place})" if place and not is_of_stage else ""
-        message, cure = f"{type(error).__name__}: {error}{at}", ""
+        message, cure = f"{type(error).__name__}: {error}{at}", self._cure(fed or {})
         if isinstance(error, AsyncPipeError):
             message, cure = error.what, error.cure
         stage_error = StageError(
@@ -366,6 +373,19 @@ class Stage:
         detail = "".join(traceback.format_exception(error))
         stage_error.add_note("\n".join(filter(None, [where_in_stage(error, self.module), detail])))
         return stage_error
+
+    def _cure(self, fed: Values) -> str:
+        """The cure for inputs of another kind of number than the model was captured with."""
+        for name, captured in self._captured_dtypes.items():
+            if name not in fed:
+                continue
+            if fed[name].is_floating_point() != dtype_of(captured).is_floating_point:
+                given = str(fed[name].dtype).removeprefix("torch.")
+                return (
+                    f"{name} of the data is {given}, but the model was partitioned with "
+                    f"{captured}: convert it in the dataset."
+                )
+        return ""
 
 
 def _detached(

@@ -67,6 +67,10 @@ def without():
     return samples(mask=None, number=1)
 
 
+def whole():
+    return [(torch.arange(4, dtype=torch.uint8), torch.zeros(2))] * 8
+
+
 def picture():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), {"input": torch.randn(6, 4)}
 """
@@ -183,3 +187,12 @@ def test_samples_with_an_argument_that_the_plan_was_made_without_are_refused(mod
     told = error_of(models, *run, "own.py:masked")
     assert "a sample of own.py:masked has mask, which forward takes, but the model was" in told
     assert "1 steps" in command(models, *run, "own.py:without").out
+
+
+def test_data_of_another_kind_of_number_are_told_with_both_kinds(models: Path) -> None:
+    made(models, "--model", "own.py:picture", "--stages", "2", "--output", "g", "--loss", "mse")
+    told = error_of(models, "train", "g", "--schedule", "single", "--data", "own.py:whole")
+    assert told.endswith(
+        "input of the data is uint8, but the model was partitioned with float32: convert it in the "
+        "dataset.\n"
+    )
