@@ -63,7 +63,7 @@ _RESULTS_SEEN = 4
 def find_batch(model: nn.Module, given: Arguments) -> tuple[Batch, str]:
     """The batch dimension of each input, and a note if it is not the usual one.
 
-    If the model cannot be run, the answer is dimension 0 of every input.
+    If the model cannot be run, the answer is dimension 0 of every input, and the note says so.
     """
     usual = usual_batch(given.tensors)
     none: Batch = dict.fromkeys(given.tensors)
@@ -71,18 +71,20 @@ def find_batch(model: nn.Module, given: Arguments) -> tuple[Batch, str]:
         return none, ""
     # Every model of transformers has its batch first.
     is_known = getattr(model, "main_input_name", None) in given.tensors
-    if is_known or is_on_meta(model) or (runs := _on_a_copy(model, given)) is None:
+    if is_known:
         return usual, ""
+    if is_on_meta(model) or (runs := _on_a_copy(model, given)) is None:
+        return usual, _note(usual, "assumed, because the model cannot be run")
     inputs = _varied(given.tensors)
     if (whole := runs(inputs)) is None:
         inputs = given.tensors
         whole = runs(inputs)
     if whole is None:
-        return usual, ""
+        return usual, _note(usual, "assumed, because the model cannot be run in evaluation mode")
     ways = list(islice(_ways(inputs), _WAYS_TRIED))
     for way in (usual, *(way for way in ways if way != usual)):
         if _is_independent(runs, inputs, way, whole):
-            return way, "" if way == usual else _note(way)
+            return way, "" if way == usual else _note(way, _ALONE)
     if _covers(usual, inputs) and runs(_part(inputs, usual, 0)) is not None:
         # Losses may compare the samples of a batch, and random numbers differ between runs.
         return usual, ""
@@ -92,13 +94,16 @@ def find_batch(model: nn.Module, given: Arguments) -> tuple[Batch, str]:
     )
 
 
-def _note(batch: Batch) -> str:
+_ALONE = "the model gives each part of it the same results as the whole"
+
+
+def _note(batch: Batch, why: str) -> str:
     places = [f"dimension {dim} of {name}" for name, dim in batch.items() if dim is not None]
     without = [name for name, dim in batch.items() if dim is None]
     lacking = f" ({' and '.join(without)} without one)" if without else ""
     return (
-        f"the batch is {' and '.join(places)}{lacking}: the model gives each part of it the same "
-        "results as the whole; if it is another, name it: --batch-dim INPUT=DIMENSION"
+        f"the batch is {' and '.join(places)}{lacking}: {why}; if it is another, name it: "
+        "--batch-dim INPUT=DIMENSION"
     )
 
 

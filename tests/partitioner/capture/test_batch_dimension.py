@@ -200,6 +200,27 @@ def test_the_first_dimension_stays_the_batch_where_nothing_speaks_for_another(ki
     assert shapes(captured) == ["f32[batch, 2, 5]"]
 
 
+class TrainsAlone(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            raise NotImplementedError
+        return super().forward(input)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (nn.GRU(4, 5, device="meta"), "the model cannot be run;"),
+        (TrainsAlone(4, 5), "the model cannot be run in evaluation mode;"),
+    ],
+)
+def test_a_batch_that_is_assumed_is_a_note(model: nn.Module, why: str) -> None:
+    given = read_arguments(model, {"input": torch.ones(7, 3, 4)})
+    batch, note = find_batch(model, given)
+    assert batch == {"input": 0}
+    assert f"the batch is dimension 0 of input: assumed, because {why}" in note
+
+
 def test_a_head_of_zeros_hides_nothing() -> None:
     model, inputs = example("time_first")
     nn.init.zeros_(model.head.weight)
