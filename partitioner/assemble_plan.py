@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import fx
+import torch.nn.functional as F
+from torch import fx, nn
 
 from ..runtime.errors import PlanError
 from ..runtime.formatting import visible, write_ms, write_share
@@ -58,6 +59,7 @@ class PlanFacts:
     command: str = ""
     criterion: str | None = None
     weights: str = "random"
+    next_labels: str | None = None
 
 
 def assemble(
@@ -92,8 +94,9 @@ def assemble(
         values=values,
         arguments=capture.arguments.structure,
         left_out=capture.arguments.left_out,
+        next_labels=facts.next_labels,
         outputs=outputs,
-        loss=_loss(outputs, values, facts.criterion),
+        loss=_loss(capture, outputs, values, facts.criterion),
         criterion=facts.criterion,
         stages=_stages(capture, stage_graphs, tensors, profile, solution, transfers),
         shared=shared,
@@ -379,14 +382,30 @@ def _values(
     return (*crossing, *(spec for spec in returned if spec not in crossing))
 
 
-def _loss(outputs: Any, values: Iterable[TensorSpec], criterion: str | None) -> str | None:
-    """The value under "loss" if it is a single number, or the only result if it is one that no
-    criterion reads."""
-    name = outputs.get("loss") if isinstance(outputs, Mapping) else None
-    if isinstance(outputs, str) and criterion is None:
-        name = outputs
+def _loss(
+    capture: Capture, outputs: Any, values: Iterable[TensorSpec], criterion: str | None
+) -> str | None:
+    """The result that is the loss, a single number: the one under "loss"; without a criterion, also
+    the only result, or the only one of several that a loss function of torch returns."""
     scalars = {value.name for value in values if not value.shape}
-    return name if name in scalars else None
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        return outputs["loss"] if outputs["loss"] in scalars else None
+    names = list(names_in(outputs))
+    made = [name for name in names if name in scalars]
+    if criterion is not None or len(made) != 1:
+        return None
+    (node,) = (node for node in capture.graph.nodes if node.name == made[0])
+    is_alone = isinstance(outputs, str)
+    return made[0] if is_alone or _is_loss_function(capture, node) else None
+
+
+def _is_loss_function(capture: Capture, node: fx.Node) -> bool:
+    """True for a call of a function such as `cross_entropy`, or of a module such as `MSELoss`."""
+    if node.op == "call_module":
+        return isinstance(capture.model.get_submodule(str(node.target)), nn.modules.loss._Loss)
+    name = getattr(node.target, "__name__", "")
+    is_of_torch = node.op == "call_function" and getattr(F, name, None) is node.target
+    return is_of_torch and name.endswith(("cross_entropy", "cross_entropy_with_logits", "_loss"))
 
 
 # --- parameters with several names or in several stages -------------------------------------

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import networkx as nx
+import torch
 from torch import fx, nn
 
 from ..runtime.errors import ModelError, PlanError
@@ -24,6 +25,8 @@ from ..runtime.user_code import portable
 from .capture import Capture, find_dimensions, read_arguments
 from .capture import capture as capture_model
 from .capture.arguments import describe_arguments, verify_shapes
+from .capture.batch_dimension import on_a_copy
+from .capture.model_state import is_on_meta
 from .capture.sizes import BATCH, SEQUENCE, resized, sizes_in
 from .graph.constraints import Demands, find_demands, groups_to_cut_before
 from .graph.costs import LOCALHOST
@@ -269,6 +272,42 @@ def _of_sizes(source: ModelSource, options: PartitionOptions) -> ModelSource:
 
 
 _FLAGS = {BATCH: ("--micro-batch-size", "--batch-dim"), SEQUENCE: ("--seq", "--sequence-dim")}
+
+
+_LABELS = ("labels", "label", "targets", "target", "y")
+
+
+def next_labels(source: ModelSource, capture: Capture) -> str | None:
+    """The input with the labels of a language model whose loss compares its result at a position
+    with the label there, so that this label has to be the next token; None if there is none.
+
+    A loss of transformers takes the label of the next position, and never the first one of a
+    sample. So the model runs once more with another first label: a loss that changes has read it.
+    """
+    model = source.model
+    is_known = getattr(model, "main_input_name", None) in capture.arguments.tensors
+    texts = {
+        spec.name: spec
+        for spec in capture.inputs
+        if len(spec.shape) == 2 and spec.dtype.startswith("int") and spec.batch_dim is not None
+    }
+    label = next((texts.pop(name) for name in _LABELS if name in texts), None)
+    if label is None or is_known or is_on_meta(model):
+        return None
+    if all(spec.shape != label.shape for spec in texts.values()):
+        return None
+    given = read_arguments(model, source.example_inputs)
+    labels = given.tensors[label.name]
+    values = torch.unique(labels)
+    other = values[-1] if len(values) > 1 else (values[0] == 0).to(values.dtype)
+    changed = labels.clone()
+    first = changed.select(1 - (label.batch_dim or 0), 0)
+    first.copy_(torch.where(first == other, values[0], other))
+    if (runs := on_a_copy(model, given)) is None:
+        return None
+    results = [runs(tensors) for tensors in (given.tensors, {**given.tensors, label.name: changed})]
+    losses = [[each for each in result or () if each.numel() == 1] for result in results]
+    return None if all(map(torch.equal, *losses)) else label.name
 
 
 def capture_source(source: ModelSource, options: PartitionOptions) -> Capture:

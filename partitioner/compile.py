@@ -33,6 +33,7 @@ from .capture_and_profile import (
     cost_graphs,
     in_tensor_groups,
     load,
+    next_labels,
     profiled_parts,
     solve_options,
 )
@@ -273,7 +274,7 @@ def plan_phase(
         chosen.stages,
         with_copies(graphs.sums.in_profile(profile), chosen.captured),
         solution,
-        _facts(job, len(chosen.stages)),
+        _facts(job, len(chosen.stages), captured),
         sums=graphs.sums,
         if_sent=crossing_if_sent(homes_of(chosen.captured.graph, chosen.placed)),
     )
@@ -290,7 +291,7 @@ def plan_phase(
     return Planned(plan, chosen, captured.whole, folder, captured.graph_hash)
 
 
-def _facts(job: Compilation, stages: int) -> PlanFacts:
+def _facts(job: Compilation, stages: int, captured: Captured) -> PlanFacts:
     """The facts about the model and the command that the plan records."""
     source, options = job.source, job.options
     stored = source.weights if options.save_weights else NOT_STORED
@@ -300,6 +301,7 @@ def _facts(job: Compilation, stages: int) -> PlanFacts:
         command=job.command or command_of(source.spec, options, options.stages or stages),
         criterion=str(options.loss) if options.loss else source.criterion,
         weights=ON_META if job.is_on_meta else stored,
+        next_labels=next_labels(source, captured.capture),
     )
 
 

@@ -73,7 +73,7 @@ def find_batch(model: nn.Module, given: Arguments) -> tuple[Batch, str]:
     is_known = getattr(model, "main_input_name", None) in given.tensors
     if is_known:
         return usual, ""
-    if is_on_meta(model) or (runs := _on_a_copy(model, given)) is None:
+    if is_on_meta(model) or (runs := on_a_copy(model, given)) is None:
         return usual, _note(usual, "assumed, because the model cannot be run")
     inputs = _varied(given.tensors)
     if (whole := runs(inputs)) is None:
@@ -127,7 +127,7 @@ def _varied(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 Runs = Callable[[Mapping[str, Tensor]], list[Tensor] | None]
 
 
-def _on_a_copy(model: nn.Module, given: Arguments) -> Runs | None:
+def on_a_copy(model: nn.Module, given: Arguments) -> Runs | None:
     """A function that runs a copy of the model in evaluation mode, and returns None if it raises.
 
     None for a model that cannot be copied. Copies keep forward's side effects away from the model.

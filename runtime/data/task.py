@@ -178,6 +178,7 @@ def find_task(plan: Plan, *, criterion: str | None, architecture: str = "") -> T
     sample = _sample_input(plan)
     names = tuple(spec.name for spec in plan.inputs)
     label = "labels" if "labels" in names else TARGET if criterion else None
+    label = plan.next_labels or label
     fields = (*names, TARGET) if label == TARGET else names
     kind = _kind(sample)
     objective = _objective(plan, architecture) if kind == "text" else "causal"

@@ -37,7 +37,8 @@ class WindowFields:
 
     stride: the tokens of a window.
 
-    causal    `input_ids` and equal `labels` (the model shifts them), or a shifted `target`
+    causal    `input_ids` and equal `labels` (the model shifts them), or a shifted `target`, which
+              may be an input of the model (`Plan.next_labels`)
     masked    15% of the tokens hidden, `labels` -100 but there
     seq2seq   a window twice as long: `input_ids` its first half, `labels` its second
     classify  `labels` says which of the model's classes the window's document falls into
@@ -45,6 +46,7 @@ class WindowFields:
 
     def __init__(self, task: Task, plan: Plan, *, seed: int, mask: int) -> None:
         self._task, self._seed, self._mask = task, seed, mask
+        self._label_is_next = task.label is not None and task.label in (TARGET, plan.next_labels)
         self._shapes = {spec.name: spec.sample_sizes(plan.sizes) for spec in plan.inputs}
         self._input = self._shapes[task.sample][0]
         self.stride = self._input + self._answer_length()
@@ -77,7 +79,7 @@ class WindowFields:
         if self._task.objective == "seq2seq":
             answer = "labels" if "labels" in self._shapes else "decoder_input_ids"
             return self._shapes[answer][0] if answer in self._shapes else self._input
-        return 1 if self._task.label == TARGET else 0
+        return 1 if self._label_is_next and self._task.objective == "causal" else 0
 
     def _sample(self, indices: Sequence[int], windows: Tensor) -> Tensor:
         sample = windows[:, : self._input]
@@ -93,7 +95,7 @@ class WindowFields:
                 return windows.masked_fill(~self._hidden(indices), IGNORED)
             case "classify":
                 return torch.tensor(classes)
-        return windows[:, 1:] if self._task.label == TARGET else windows
+        return windows[:, 1:] if self._label_is_next else windows
 
     def _hidden(self, indices: Sequence[int]) -> Tensor:
         """Which tokens are masked: a function of the seed and the window alone."""

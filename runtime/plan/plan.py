@@ -248,9 +248,8 @@ _USUAL: Mapping[str, Any] = MappingProxyType(
         "mode": "both",
         "tensor_parallel": 1,
         "draws_numbers": False,
-        "number": None,
         "trains": True,
-        "unshared": None,
+        **dict.fromkeys(("number", "unshared", "next_labels"), None),
         **dict.fromkeys(("left_out", "layouts", "changes", "changes_trained"), ()),
         **dict.fromkeys(("summing_ms", "tensor_sums_ms", "spread", "zero"), 0),
     }
@@ -270,6 +269,7 @@ class Plan:
     values: all boundary tensors and outputs
     outputs: the structure of the original's output with the names of tensors (`structure.py`)
     loss: the name of the output value that is the loss; None with a criterion outside the model
+    next_labels: the input whose label at a position has to be the next token; None if there is none
     criterion: the criterion outside the model
     stages: the stages in order
     shared: the parameters with several names or on several stages
@@ -330,6 +330,7 @@ class Plan:
     if_sent: tuple[Boundary, ...] = ()
     arguments: Mapping[str, Any] | None = None
     left_out: tuple[str, ...] = ()
+    next_labels: str | None = None
     constants: tuple[str, ...] = ()
     mode: str = "both"
     tensor_parallel: int = 1

@@ -265,12 +265,13 @@ def describe_data(data: Data, plan: Plan, schedule: Schedule, config: RunConfig)
     """The data, and the ranks that read inputs and labels, of tensor ranks the first."""
     labels = "labels" if plan.loss is not None else "targets"
     inputs, answers = [], []
+    of_answers = {"labels", TARGET, plan.next_labels}
     for rank in range(len(schedule.ranks)):
         own = schedule.stages_of(rank)
         read = set(needed_inputs(plan, own, criterion=config.criterion is not None))
-        if read - {"labels", TARGET}:
+        if read - of_answers:
             inputs.append(str(rank * config.tensor_ranks))
-        if read & {"labels", TARGET}:
+        if read & of_answers:
             answers.append(str(rank * config.tensor_ranks))
     if len(schedule.ranks) == 1 or not answers:
         return data.description

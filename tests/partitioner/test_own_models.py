@@ -11,6 +11,7 @@ import asyncpipe
 from asyncpipe.partitioner.capture_and_profile import load
 from asyncpipe.partitioner.planning.options import PartitionOptions
 from asyncpipe.runtime.errors import ModelError, PlanError
+from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.tests.support.processes.in_process import command, error_of
 
 MODELS = """
@@ -40,6 +41,54 @@ def batch_first():
 
 def time_first():
     return Language(False), ids(10, 6)
+
+
+class Shifting(Language):
+    def forward(self, ids, labels):
+        return super().forward(ids[:, :-1], labels[:, 1:])
+
+
+def shifting():
+    return Shifting(True), ids(6, 10)
+
+
+class Gpt(nn.Module):
+    # As nanoGPT: forward takes the next tokens, and returns logits and the loss.
+
+    def __init__(self, returns):
+        super().__init__()
+        self.wte, self.ln, self.head = nn.Embedding(256, 8), nn.LayerNorm(8), nn.Linear(8, 256)
+        self.returns = returns
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.ln(self.wte(idx)))
+        if targets is None:
+            return logits
+        loss = cross_entropy(logits.view(-1, 256), targets.view(-1), ignore_index=-1)
+        if self.returns == "more":
+            return logits, loss * 2
+        return (logits, loss) if self.returns == "tuple" else {"loss": loss, "logits": logits}
+
+
+def pairs():
+    given = ids(6, 10)
+    return {"idx": given["ids"], "targets": given["labels"]}
+
+
+def as_tuple():
+    return Gpt("tuple"), pairs()
+
+
+def as_dict():
+    return Gpt("dict"), pairs()
+
+
+def as_more():
+    return Gpt("more"), pairs()
+
+
+def without_targets():
+    return Gpt("logits"), {"idx": pairs()["idx"]}
 
 
 class Nested(nn.Module):
@@ -156,16 +205,36 @@ def test_the_command_for_a_longer_sequence_makes_a_plan_for_it(models: Path) -> 
     assert "output" in command(models, *longer).out
 
 
+def losses_of(models: Path, factory: str, *options: str) -> list[float]:
+    made(models, "--model", f"own.py:{factory}", "--stages", "2", "--output", factory, *options)
+    run = ("train", factory, "--data", "shakespeare", "--output", f"run_{factory}")
+    command(models, *run, *"--schedule single --steps 3 --micro-batches 2 --lr 0.1".split())
+    lines = (models / f"run_{factory}" / "metrics.jsonl").read_text().splitlines()
+    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+
+
+def test_a_model_that_takes_the_next_tokens_is_given_them_in_text(models: Path) -> None:
+    plain = losses_of(models, "without_targets", "--loss", "cross_entropy")
+    assert losses_of(models, "as_tuple") == losses_of(models, "as_dict") == pytest.approx(plain)
+    assert read_plan(models / "as_tuple").next_labels == "targets"
+
+
+def test_a_model_that_shifts_its_labels_is_given_the_tokens(models: Path) -> None:
+    losses_of(models, "shifting")
+    assert read_plan(models / "shifting").next_labels is None
+    losses_of(models, "batch_first")
+    assert read_plan(models / "batch_first").next_labels == "labels"
+
+
+def test_a_number_that_no_loss_function_made_is_not_taken_for_the_loss(models: Path) -> None:
+    made(models, "--model", "own.py:as_more", "--stages", "2", "--output", "g")
+    assert read_plan(models / "g").loss is None
+    assert "returns no loss and names no criterion" in error_of(models, "train", "g")
+
+
 def test_time_first_trains_as_batch_first_on_a_loss_alone(models: Path) -> None:
-    given = "--schedule single --steps 3 --micro-batches 2 --lr 0.1".split()
-    losses = []
-    for factory in ("batch_first", "time_first"):
-        made(models, "--model", f"own.py:{factory}", "--stages", "2", "--output", factory)
-        run = ("train", factory, "--data", "shakespeare", "--output", f"r{factory}")
-        command(models, *run, *given)
-        lines = (models / f"r{factory}" / "metrics.jsonl").read_text().splitlines()
-        losses.append([row["loss"] for row in map(json.loads, lines) if "loss" in row])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    of_batch_first = losses_of(models, "batch_first")
+    assert losses_of(models, "time_first") == pytest.approx(of_batch_first, rel=1e-6)
 
 
 def test_a_single_number_is_the_loss_unless_a_criterion_reads_it(models: Path) -> None:
