@@ -24,9 +24,9 @@ from ..runtime.tensor_parallel.ranks import TensorRanks, reading_loss_alone, usi
 from ..runtime.user_code import portable
 from .capture import Capture, find_dimensions, read_arguments
 from .capture import capture as capture_model
-from .capture.arguments import describe_arguments, verify_shapes
+from .capture.arguments import describe_arguments, verify_arguments, verify_shapes
 from .capture.batch_dimension import on_a_copy
-from .capture.model_state import is_on_meta
+from .capture.model_state import is_on_meta, verify_strided
 from .capture.sizes import BATCH, SEQUENCE, resized, sizes_in
 from .graph.constraints import Demands, find_demands, groups_to_cut_before
 from .graph.costs import LOCALHOST
@@ -256,6 +256,8 @@ def _of_sizes(source: ModelSource, options: PartitionOptions) -> ModelSource:
     if not named:
         return source
     given = read_arguments(source.model, source.example_inputs)
+    verify_strided(given.tensors, "input")
+    verify_arguments(source.model, source.example_inputs)
     lengths = "auto" if options.sequence_dim is None else options.sequence_dim
     dims = find_dimensions(source.model, given, options.batch_dim, lengths).dims
     sizes = sizes_in(given.tensors, dims)

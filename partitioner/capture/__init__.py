@@ -99,8 +99,8 @@ def capture(
 ) -> Capture:
     """Records the operations of the model's forward for inputs like the examples.
 
-    example_inputs: arguments of forward by name: tensors (on any device, or on meta), tuples,
-        lists, dicts and dataclasses of them, and constants
+    example_inputs: arguments of forward by name: tensors (on any device, or with the model on
+        meta), tuples, lists, dicts and dataclasses of them, and constants
     dynamic: the names of the free sizes by input and dimension, in place of the next two
     batch_dim: the dimension that counts samples, by input (`masks_0` is the first of `masks`), one
         number for all inputs, or None for inputs without a batch; "auto" finds it
@@ -123,6 +123,7 @@ def capture(
     given = read_arguments(model, example_inputs)
     verify_strided(given.tensors, "input")
     verify_arguments(model, example_inputs)
+    _verify_values(model, given)
     request = CaptureRequest(
         model=model,
         given=given,
@@ -141,6 +142,16 @@ def capture(
         for where, text in constants_in(given.structure, "")
     ]
     return replace(captured, notes=(*request.dimensions.notes, *fixed, *by_hand, *captured.notes))
+
+
+def _verify_values(model: nn.Module, given: Arguments) -> None:
+    """Raises CaptureError for an input without values of a model that has values."""
+    for name, tensor in given.tensors.items():
+        if tensor.is_meta and not is_on_meta(model):
+            raise CaptureError(
+                f"the input {name} is on meta, without values, but the model has values.",
+                "Give example inputs with values, or build the model on meta too.",
+            )
 
 
 def _verify_options(mode: str, method: str) -> None:

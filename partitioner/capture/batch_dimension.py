@@ -58,6 +58,8 @@ _LEAST_SAMPLES = 4  # Parts of one sample are special where forward squeezes.
 _TOLERANCE = 1e-3
 _HIDING = 1e-3  # Smaller parameters hide the layers before them.
 _RESULTS_SEEN = 4
+_NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def find_batch(model: nn.Module, given: Arguments) -> tuple[Batch, str]:
@@ -113,14 +115,12 @@ def _varied(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     varied = dict(inputs)
     for name, tensor in inputs.items():
-        is_constant = tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all())
-        if is_constant and tensor.is_floating_point():
-            values = torch.rand(tensor.shape, generator=generator)
-        elif is_constant and tensor.dim() > 1 and tensor.dtype is not torch.bool:
-            values = torch.randint(2, tensor.shape, generator=generator)
-        else:
+        if tensor.numel() < 2 or tensor.is_meta or not (tensor == tensor.flatten()[0]).all():
             continue
-        varied[name] = values.to(tensor)
+        if tensor.dtype in _NUMBERS:
+            varied[name] = torch.rand(tensor.shape, generator=generator).to(tensor)
+        elif tensor.dtype in _WHOLE and tensor.dim() > 1:
+            varied[name] = torch.randint(2, tensor.shape, generator=generator).to(tensor)
     return varied
 
 
@@ -220,7 +220,8 @@ def _fill_zeros(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            if finite_magnitude(parameter) < _HIDING:
+            hides = parameter.dtype in _NUMBERS and finite_magnitude(parameter) < _HIDING
+            if hides or not parameter.any():
                 noise = torch.rand(parameter.shape, generator=generator) / 4
                 parameter.copy_(noise)
 
@@ -273,9 +274,9 @@ def _unlike(inputs: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
             continue
         samples = list(inputs[name].unbind(dim))
         for number, sample in enumerate(samples):
-            if sample.is_floating_point():
+            if sample.dtype in _NUMBERS:
                 samples[number] = sample * (1 + number / len(samples))
-            elif sample.dim():
+            elif sample.dtype in (*_WHOLE, torch.bool) and sample.dim():
                 along = max(range(sample.dim()), key=lambda dim: sample.shape[dim])
                 samples[number] = sample.roll(number, along)
         unlike[name] = torch.stack(samples, dim)

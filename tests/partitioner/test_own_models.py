@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import asyncpipe
 from asyncpipe.partitioner.capture_and_profile import load
 from asyncpipe.partitioner.planning.options import PartitionOptions
-from asyncpipe.runtime.errors import ModelError, PlanError
+from asyncpipe.runtime.errors import CaptureError, ModelError, PlanError
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.tests.support.processes.in_process import command, error_of
 
@@ -265,3 +266,9 @@ def test_data_of_another_kind_of_number_are_told_with_both_kinds(models: Path) -
         "input of the data is uint8, but the model was partitioned with float32: convert it in the "
         "dataset.\n"
     )
+
+
+def test_an_input_without_values_is_refused() -> None:
+    model, given = torch.nn.Linear(4, 2), torch.empty(3, 4, device="meta")
+    with pytest.raises(CaptureError, match="the input input is on meta, without values, but the"):
+        asyncpipe.partition(model, given, stages=1)
