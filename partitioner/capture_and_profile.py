@@ -7,8 +7,9 @@ real shapes.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any
 
 import networkx as nx
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ..runtime.errors import ModelError, PlanError
 from ..runtime.formatting import write_large_count
+from ..runtime.plan.plan import TensorSpec
 from ..runtime.tensor_parallel.ranks import TensorRanks, reading_loss_alone, using
 from ..runtime.user_code import portable
 from .capture import Capture, find_dimensions, read_arguments
@@ -283,8 +285,10 @@ def next_labels(source: ModelSource, capture: Capture) -> str | None:
     """The input with the labels of a language model whose loss compares its result at a position
     with the label there, so that this label has to be the next token; None if there is none.
 
-    A loss of transformers takes the label of the next position, and never the first one of a
-    sample. So the model runs once more with another first label: a loss that changes has read it.
+    A loss that moves the labels, as in transformers, never reads the first one, and a model that
+    moves its inputs computes the first result without the first token. So the model runs with
+    another first token, another first label, and both: in such models the change of the loss by a
+    label does not depend on the token.
     """
     model = source.model
     is_known = getattr(model, "main_input_name", None) in capture.arguments.tensors
@@ -294,22 +298,39 @@ def next_labels(source: ModelSource, capture: Capture) -> str | None:
         if len(spec.shape) == 2 and spec.dtype.startswith("int") and spec.batch_dim is not None
     }
     label = next((texts.pop(name) for name in _LABELS if name in texts), None)
-    if label is None or is_known or is_on_meta(model):
-        return None
-    if all(spec.shape != label.shape for spec in texts.values()):
+    tokens = next((spec for spec in texts.values() if label and spec.shape == label.shape), None)
+    if label is None or tokens is None or is_known or is_on_meta(model):
         return None
     given = read_arguments(model, source.example_inputs)
-    labels = given.tensors[label.name]
-    values = torch.unique(labels)
-    other = values[-1] if len(values) > 1 else (values[0] == 0).to(values.dtype)
-    changed = labels.clone()
-    first = changed.select(1 - (label.batch_dim or 0), 0)
-    first.copy_(torch.where(first == other, values[0], other))
     if (runs := on_a_copy(model, given)) is None:
         return None
-    results = [runs(tensors) for tensors in (given.tensors, {**given.tensors, label.name: changed})]
-    losses = [[each for each in result or () if each.numel() == 1] for result in results]
-    return None if all(map(torch.equal, *losses)) else label.name
+    tensors = given.tensors
+    token = {tokens.name: _with_another_first(tokens, tensors)}
+    answer = {label.name: _with_another_first(label, tensors)}
+    loss, with_token, with_answer, with_both = (
+        _loss(runs({**tensors, **changed})) for changed in ({}, token, answer, {**token, **answer})
+    )
+    change = abs(with_answer - loss)
+    difference = abs(with_both - with_token - with_answer + loss)
+    is_read = change > 0 and difference > max(change / 50, 1e-6 * abs(loss))
+    return label.name if is_read else None
+
+
+def _with_another_first(spec: TensorSpec, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Whole numbers of a batch of texts, of which each has another of their values first."""
+    changed = tensors[spec.name].clone()
+    values = torch.unique(changed)
+    other = values[-1] if len(values) > 1 else (values[0] == 0).to(values.dtype)
+    first = changed.select(1 - (spec.batch_dim or 0), 0)
+    first.copy_(torch.where(first == other, values[0], other))
+    return changed
+
+
+def _loss(results: list[Tensor] | None) -> float:
+    """The sum of the results that are a single number; nan if the model does not run."""
+    if results is None:
+        return math.nan
+    return sum(float(result) for result in results if result.numel() == 1)
 
 
 def capture_source(source: ModelSource, options: PartitionOptions) -> Capture:

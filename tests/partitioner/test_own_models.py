@@ -53,6 +53,15 @@ def shifting():
     return Shifting(True), ids(6, 10)
 
 
+class Beginning(Language):
+    def forward(self, ids, labels):
+        return super().forward(torch.cat([torch.zeros_like(ids[:, :1]), ids[:, :-1]], 1), labels)
+
+
+def beginning():
+    return Beginning(True), ids(6, 10)
+
+
 class Gpt(nn.Module):
     # As nanoGPT: forward takes the next tokens, and returns logits and the loss.
 
@@ -220,11 +229,15 @@ def test_a_model_that_takes_the_next_tokens_is_given_them_in_text(models: Path) 
     assert read_plan(models / "as_tuple").next_labels == "targets"
 
 
-def test_a_model_that_shifts_its_labels_is_given_the_tokens(models: Path) -> None:
-    losses_of(models, "shifting")
-    assert read_plan(models / "shifting").next_labels is None
-    losses_of(models, "batch_first")
-    assert read_plan(models / "batch_first").next_labels == "labels"
+@pytest.mark.parametrize(
+    ("factory", "label"),
+    [("shifting", None), ("beginning", None), ("batch_first", "labels"), ("time_first", "labels")],
+)
+def test_a_model_that_moves_its_labels_or_inputs_is_given_the_tokens_as_labels(
+    models: Path, factory: str, label: str | None
+) -> None:
+    losses_of(models, factory)
+    assert read_plan(models / factory).next_labels == label
 
 
 def test_a_number_that_no_loss_function_made_is_not_taken_for_the_loss(models: Path) -> None:
