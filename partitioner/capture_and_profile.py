@@ -29,7 +29,7 @@ from .capture import capture as capture_model
 from .capture.arguments import describe_arguments, verify_arguments, verify_shapes
 from .capture.batch_dimension import on_a_copy
 from .capture.model_state import is_on_meta, verify_strided
-from .capture.sizes import BATCH, SEQUENCE, resized, sizes_in
+from .capture.sizes import BATCH, SEQUENCE, dynamic_of, resized, sizes_in
 from .graph.constraints import Demands, find_demands, groups_to_cut_before
 from .graph.costs import LOCALHOST
 from .graph.rematerialize import Prices, Recomputation
@@ -304,7 +304,8 @@ def next_labels(source: ModelSource, capture: Capture) -> str | None:
     given = read_arguments(model, source.example_inputs)
     if (runs := on_a_copy(model, given)) is None:
         return None
-    tensors = given.tensors
+    few = {name: min(size, 2 if name == BATCH else 16) for name, size in capture.sizes.items()}
+    tensors = resized(given.tensors, dynamic_of(capture.inputs), few)
     token = {tokens.name: _with_another_first(tokens, tensors)}
     answer = {label.name: _with_another_first(label, tensors)}
     loss, with_token, with_answer, with_both = (
