@@ -326,6 +326,13 @@ def test_a_loss_that_hardly_depends_on_the_other_positions_does_not_make_them_sa
     assert bool(note) is (batch == 1)
 
 
+class Centered(nn.Module):
+    """Has no samples: subtracts the mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean()
+
+
 class Attending(nn.Module):
     """Embeds whole numbers, and mixes the positions by an attention with a mask."""
 
@@ -358,6 +365,12 @@ class Attending(nn.Module):
             {"ids": 0, "mask": None},
         ),
         (nn.Conv2d(1, 4, 3), {"input": torch.zeros(1, 1, 8, 8)}, {"input": 0}),
+        (
+            nn.TransformerEncoderLayer(8, 2, 8),
+            {"src": torch.ones(7, 3, 8)},
+            {"src": 1},
+        ),
+        (Centered(), {"x": torch.arange(36.0).view(9, 1, 4)}, {"x": 0}),
     ],
 )
 def test_equal_samples_and_a_single_one_are_enough_to_find_the_batch(
