@@ -7,7 +7,6 @@ real shapes.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -309,12 +308,14 @@ def next_labels(source: ModelSource, capture: Capture) -> str | None:
     token = {tokens.name: _with_another_first(tokens, tensors)}
     answer = {label.name: _with_another_first(label, tensors)}
     loss, with_token, with_answer, with_both = (
-        _loss(runs({**tensors, **changed})) for changed in ({}, token, answer, {**token, **answer})
+        _losses(runs({**tensors, **changed}))
+        for changed in ({}, token, answer, {**token, **answer})
     )
-    change = abs(with_answer - loss)
-    difference = abs(with_both - with_token - with_answer + loss)
-    is_read = change > 0 and difference > max(change / 50, 1e-6 * abs(loss))
-    return label.name if is_read else None
+    if not loss.is_floating_point():
+        return None
+    difference = (with_both - with_token) - (with_answer - loss)
+    rounding = 16 * torch.finfo(loss.dtype).eps * loss.abs()
+    return label.name if bool((difference.abs() > rounding).any()) else None
 
 
 def _with_another_first(spec: TensorSpec, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -327,11 +328,10 @@ def _with_another_first(spec: TensorSpec, tensors: Mapping[str, Tensor]) -> Tens
     return changed
 
 
-def _loss(results: list[Tensor] | None) -> float:
-    """The sum of the results that are a single number; nan if the model does not run."""
-    if results is None:
-        return math.nan
-    return sum(float(result) for result in results if result.numel() == 1)
+def _losses(results: list[Tensor] | None) -> Tensor:
+    """The results that are a single number; none if the model does not run."""
+    numbers = [result.flatten() for result in results or () if result.numel() == 1]
+    return torch.cat(numbers) if numbers else torch.zeros(0)
 
 
 def capture_source(source: ModelSource, options: PartitionOptions) -> Capture:
