@@ -297,7 +297,8 @@ def next_labels(source: ModelSource, capture: Capture) -> str | None:
         if len(spec.shape) == 2 and spec.dtype.startswith("int") and spec.batch_dim is not None
     }
     label = next((texts.pop(name) for name in _LABELS if name in texts), None)
-    tokens = next((spec for spec in texts.values() if label and spec.shape == label.shape), None)
+    alike = [name for name in texts if label is not None and texts[name].shape == label.shape]
+    tokens = texts["input_ids" if "input_ids" in alike else alike[0]] if alike else None
     if label is None or tokens is None or is_known or is_on_meta(model):
         return None
     given = read_arguments(model, source.example_inputs)

@@ -62,6 +62,17 @@ def beginning():
     return Beginning(True), ids(6, 10)
 
 
+class MaskFirst(Language):
+    def forward(self, attention_mask, input_ids, labels):
+        return super().forward(input_ids, labels)
+
+
+def mask_first():
+    given = ids(6, 10)
+    tokens = {"input_ids": given["ids"], "labels": given["labels"]}
+    return MaskFirst(True), {"attention_mask": torch.ones(6, 10, dtype=torch.long), **tokens}
+
+
 class Gpt(nn.Module):
     # As nanoGPT: forward takes the next tokens, and returns logits and the loss.
 
@@ -231,7 +242,13 @@ def test_a_model_that_takes_the_next_tokens_is_given_them_in_text(models: Path) 
 
 @pytest.mark.parametrize(
     ("factory", "label"),
-    [("shifting", None), ("beginning", None), ("batch_first", "labels"), ("time_first", "labels")],
+    [
+        ("shifting", None),
+        ("beginning", None),
+        ("batch_first", "labels"),
+        ("time_first", "labels"),
+        ("mask_first", "labels"),
+    ],
 )
 def test_a_model_that_moves_its_labels_or_inputs_is_given_the_tokens_as_labels(
     models: Path, factory: str, label: str | None
