@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,18 @@ def child(tmp_path: Path, name: str, script: str) -> Child:
 
 
 def test_as_many_run_at_once_as_there_are_shares(tmp_path: Path) -> None:
-    script = f"echo x >> {tmp_path}/running; sleep 0.2; wc -l < {tmp_path}/running"
+    # Each waits, for ten seconds at most, until a second one has begun.
+    script = """
+    echo +1 >> running
+    for turn in $(seq 500); do [ $(wc -l < running) -ge 2 ] && break; sleep 0.02; done
+    echo -1 >> running
+    """
+    script = script.replace("running", str(tmp_path / "running"))
     children = [child(tmp_path, str(number), script) for number in range(4)]
     ended = list(run_children(children, [Share(), Share()]))
     assert [code for _, code in ended] == [0] * 4
-    begun = sorted(int((tmp_path / f"{number}.log").read_text()) for number in range(4))
-    assert begun[0] == 2 and begun[-1] == 4
+    running = list(accumulate(map(int, (tmp_path / "running").read_text().split())))
+    assert max(running) == 2 and len(running) == 8
 
 
 def test_a_child_has_the_cpus_and_the_environment_of_its_share(tmp_path: Path) -> None:
