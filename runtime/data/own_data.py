@@ -107,7 +107,7 @@ def _pair(data: Any, source: str) -> tuple[Any, Any] | None:
         return data[0], data[1]
     if isinstance(data, tuple) and len(data) == 2 and not _are_arrays(data):
         rows = tuple(_with_rows(part, source) for part in data)
-        if all(map(_is_dataset, rows)):
+        if all(_is_dataset(part) or _is_collection(part) for part in rows):
             return rows
     return None
 
