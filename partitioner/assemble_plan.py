@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
 from ..runtime.errors import PlanError
 from ..runtime.formatting import visible, write_ms, write_share
@@ -25,6 +24,7 @@ from ..runtime.plan.structure import described, names_in
 from .capture import Capture, IfTraining, Size
 from .graph.problem import StageLoad
 from .graph.tensor_sums import TensorSums
+from .model_loss import counted_targets, loss_output
 from .planning.solve import Solution
 from .planning.step_time import has_replicas, is_simulated
 from .planning.transfers import (
@@ -84,6 +84,7 @@ def assemble(
     shared = _shared_parameters(capture, tensors)
     transfers = _transfers(capture, solution, boundaries, shared, profile.sizes, sums)
     values, even = _values(capture, stage_graphs, boundaries), solution.even_split
+    loss = loss_output(capture, outputs, values, facts.criterion)
     plan = Plan(
         name=facts.name,
         model=facts.model,
@@ -96,7 +97,8 @@ def assemble(
         left_out=capture.arguments.left_out,
         next_labels=facts.next_labels,
         outputs=outputs,
-        loss=_loss(capture, outputs, values, facts.criterion),
+        loss=loss,
+        targets=counted_targets(capture, loss),
         criterion=facts.criterion,
         stages=_stages(capture, stage_graphs, tensors, profile, solution, transfers),
         shared=shared,
@@ -380,32 +382,6 @@ def _values(
     crossing = [boundary.tensor for boundary in boundaries]
     returned = [capture.tensor_spec(node) for node in nodes if node.name in names]
     return (*crossing, *(spec for spec in returned if spec not in crossing))
-
-
-def _loss(
-    capture: Capture, outputs: Any, values: Iterable[TensorSpec], criterion: str | None
-) -> str | None:
-    """The result that is the loss, a single number: the one under "loss"; without a criterion, also
-    the only result, or the only one of several that a loss function of torch returns."""
-    scalars = {value.name for value in values if not value.shape}
-    if isinstance(outputs, Mapping) and "loss" in outputs:
-        return outputs["loss"] if outputs["loss"] in scalars else None
-    names = list(names_in(outputs))
-    made = [name for name in names if name in scalars]
-    if criterion is not None or len(made) != 1:
-        return None
-    (node,) = (node for node in capture.graph.nodes if node.name == made[0])
-    is_alone = isinstance(outputs, str)
-    return made[0] if is_alone or _is_loss_function(capture, node) else None
-
-
-def _is_loss_function(capture: Capture, node: fx.Node) -> bool:
-    """True for a call of a function such as `cross_entropy`, or of a module such as `MSELoss`."""
-    if node.op == "call_module":
-        return isinstance(capture.model.get_submodule(str(node.target)), nn.modules.loss._Loss)
-    name = getattr(node.target, "__name__", "")
-    is_of_torch = node.op == "call_function" and getattr(F, name, None) is node.target
-    return is_of_torch and name.endswith(("cross_entropy", "cross_entropy_with_logits", "_loss"))
 
 
 # --- parameters with several names or in several stages -------------------------------------

@@ -8,27 +8,24 @@ real shapes.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from ..runtime.errors import ModelError, PlanError
 from ..runtime.formatting import write_large_count
-from ..runtime.plan.plan import TensorSpec
 from ..runtime.tensor_parallel.ranks import TensorRanks, reading_loss_alone, using
 from ..runtime.user_code import portable
 from .capture import Capture, find_dimensions, read_arguments
 from .capture import capture as capture_model
 from .capture.arguments import describe_arguments, verify_arguments, verify_shapes
-from .capture.batch_dimension import on_a_copy
-from .capture.model_state import is_on_meta, verify_strided
-from .capture.sizes import BATCH, SEQUENCE, dynamic_of, resized, sizes_in
+from .capture.model_state import verify_strided
+from .capture.sizes import BATCH, SEQUENCE, resized, sizes_in
 from .graph.constraints import Demands, find_demands, groups_to_cut_before
 from .graph.costs import LOCALHOST
 from .graph.rematerialize import Prices, Recomputation
@@ -275,64 +272,6 @@ def _of_sizes(source: ModelSource, options: PartitionOptions) -> ModelSource:
 
 
 _FLAGS = {BATCH: ("--micro-batch-size", "--batch-dim"), SEQUENCE: ("--seq", "--sequence-dim")}
-
-
-_LABELS = ("labels", "label", "targets", "target", "y")
-
-
-def next_labels(source: ModelSource, capture: Capture) -> str | None:
-    """The input with the labels of a language model whose loss compares its result at a position
-    with the label there, so that this label has to be the next token; None if there is none.
-
-    A loss that moves the labels, as in transformers, never reads the first one, and a model that
-    moves its inputs computes the first result without the first token. So the model runs with
-    another first token, another first label, and both: in such models the change of the loss by a
-    label does not depend on the token.
-    """
-    model = source.model
-    is_known = getattr(model, "main_input_name", None) in capture.arguments.tensors
-    texts = {
-        spec.name: spec
-        for spec in capture.inputs
-        if len(spec.shape) == 2 and spec.dtype.startswith("int") and spec.batch_dim is not None
-    }
-    label = next((texts.pop(name) for name in _LABELS if name in texts), None)
-    alike = [name for name in texts if label is not None and texts[name].shape == label.shape]
-    tokens = texts["input_ids" if "input_ids" in alike else alike[0]] if alike else None
-    if label is None or tokens is None or is_known or is_on_meta(model):
-        return None
-    given = read_arguments(model, source.example_inputs)
-    if (runs := on_a_copy(model, given)) is None:
-        return None
-    few = {name: min(size, 2 if name == BATCH else 16) for name, size in capture.sizes.items()}
-    tensors = resized(given.tensors, dynamic_of(capture.inputs), few)
-    token = {tokens.name: _with_another_first(tokens, tensors)}
-    answer = {label.name: _with_another_first(label, tensors)}
-    loss, with_token, with_answer, with_both = (
-        _losses(runs({**tensors, **changed}))
-        for changed in ({}, token, answer, {**token, **answer})
-    )
-    if not loss.is_floating_point():
-        return None
-    difference = (with_both - with_token) - (with_answer - loss)
-    rounding = 16 * torch.finfo(loss.dtype).eps * loss.abs()
-    return label.name if bool((difference.abs() > rounding).any()) else None
-
-
-def _with_another_first(spec: TensorSpec, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Whole numbers of a batch of texts, of which each has another of their values first."""
-    changed = tensors[spec.name].clone()
-    values = torch.unique(changed)
-    other = values[-1] if len(values) > 1 else (values[0] == 0).to(values.dtype)
-    first = changed.select(1 - (spec.batch_dim or 0), 0)
-    first.copy_(torch.where(first == other, values[0], other))
-    return changed
-
-
-def _losses(results: list[Tensor] | None) -> Tensor:
-    """The results that are a single number; none if the model does not run."""
-    numbers = [result.flatten() for result in results or () if result.numel() == 1]
-    return torch.cat(numbers) if numbers else torch.zeros(0)
 
 
 def capture_source(source: ModelSource, options: PartitionOptions) -> Capture:

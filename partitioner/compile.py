@@ -33,7 +33,6 @@ from .capture_and_profile import (
     cost_graphs,
     in_tensor_groups,
     load,
-    next_labels,
     profiled_parts,
     solve_options,
 )
@@ -41,6 +40,7 @@ from .codegen import extra_tensors, generate, header_of, render_readme
 from .graph.build import with_copies
 from .kept_results import KeptResults, Result
 from .lay_out import laid_out
+from .model_loss import next_labels
 from .models.load import ModelSource, given_source
 from .output import (
     OnPhase,

@@ -129,6 +129,21 @@ class GeneratorState:
         state = torch.Generator(device).manual_seed(seed).get_state()
         return cls(device, _joined(state, seeded_number_state(seed) if numbers else None), numbers)
 
+    @classmethod
+    def of_micro_batch(
+        cls,
+        device: torch.device,
+        seed: int,
+        micro_batch: int,
+        numbers: bool,
+        state: Tensor | None = None,
+    ) -> GeneratorState:
+        """The state with which a micro-batch's forward begins, or goes on at a later stage from the
+        `state` that an earlier one sent."""
+        if state is None:
+            return cls.seeded(device, micro_batch_seed(seed, micro_batch), numbers)
+        return cls(device, state, numbers)
+
     def copy(self) -> GeneratorState:
         return GeneratorState(self.device, self.state, self.numbers)
 

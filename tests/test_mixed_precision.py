@@ -51,7 +51,7 @@ class Collect(Observer):
         self.losses: dict[int, Tensor] = {}
         self.gradients: dict[tuple[int, str], Tensor] = {}
 
-    def on_loss(self, micro_batch: int, loss: Tensor) -> None:
+    def on_loss(self, micro_batch: int, loss: Tensor, targets: float | None) -> None:
         self.losses[micro_batch] = loss
 
     def on_step(self, stage: int, version: int) -> None:

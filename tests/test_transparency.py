@@ -74,7 +74,7 @@ class Collect(Observer):
         self.losses: dict[int, float] = {}
         self.gradients: Gradients = {}
 
-    def on_loss(self, micro_batch: int, loss: Tensor) -> None:
+    def on_loss(self, micro_batch: int, loss: Tensor, targets: float | None) -> None:
         self.losses[micro_batch] = float(loss)
 
     def on_step(self, stage: int, version: int) -> None:

@@ -69,12 +69,15 @@ def leaf_rule(model: nn.Module, names: Collection[str]) -> LeafRule:
 
 
 def is_torch_leaf(module: nn.Module) -> bool:
-    """True for a module of torch.nn without hooks, parametrizations or a forward of its own."""
+    """True for a module of torch.nn without hooks, parametrizations or a forward of its own, but
+    for a loss with the weights of classes, which a constructor in code cannot be given."""
     home = type(module).__module__
+    has_weights = isinstance(module, nn.modules.loss._Loss) and bool(list(module.buffers()))
     return (
         home.startswith("torch.nn.")
         and not home.startswith("torch.nn.utils.")
         and not isinstance(module, _TRANSPARENT)
+        and not has_weights
         and not has_forward_hooks(module)
         and "forward" not in vars(module)
     )
@@ -407,10 +410,8 @@ class AutomaticLeaves:
         return type(module) in self._kept or self._rule(module, path)
 
     def keep(self, paths: Sequence[str], error: CaptureError) -> bool:
-        """Keeps one more class after a failure in the modules at these paths, the outermost first.
-
-        Returns False if there is none left to keep.
-        """
+        """Keeps one more class after a failure in the modules at these paths, the outermost first;
+        returns False if there is none left."""
         for path in reversed(paths):
             module = self._model.get_submodule(path)
             kind = type(module)
@@ -430,9 +431,7 @@ class AutomaticLeaves:
     def _is_small(self, module: nn.Module) -> bool:
         """True for at most half of the model's parameters, or for a module that cannot be cut."""
         inside = [submodule for submodule in module.modules() if submodule is not module]
-        if all(
-            is_torch_leaf(submodule) or not list(submodule.parameters()) for submodule in inside
-        ):
+        if all(is_torch_leaf(each) or not list(each.parameters()) for each in inside):
             return True
         own, all_ = (
             sum(parameter.numel() for parameter in tree.parameters())

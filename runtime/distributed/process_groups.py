@@ -350,6 +350,10 @@ def gather_alike(content: bytes, ranks: int, group: dist.ProcessGroup | None = N
 _LOOK_S = 0.02
 
 
+WARNING = "warning"
+"""The key under which a rank posts a warning for rank 0 to report."""
+
+
 class SharedStore:
     """A key-value store of short texts that all ranks of a run share; each key is set once. Stores
     of other names have keys of their own."""

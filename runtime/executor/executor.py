@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from ..errors import PlanError, TransportError
 from ..plan.plan import Plan, verify_evaluates
-from ..rng import GeneratorState, micro_batch_seed
+from ..rng import GeneratorState
 from ..schedule.schedule import Action, Schedule, shared_delay, split_backwards
 from ..staleness import Steps, make_staleness
 from ..staleness.weight_versions import Weights, WeightVersions
 from ..transports.protocol import GENERATOR_STATE, CastingTransport, Handle, Transport
 from .instrumented import Observer, RunRecorder, RunReport
 from .look_ahead import LookAhead
+from .loss_weights import LossTargets, LossWeights
 from .mailbox import Mailbox, Sizes, channels_of_each
 from .precision import AS_PLANNED, FULL, BoundaryDtypes, Precision
 from .recompute import MiniBatchNorm
@@ -39,7 +40,6 @@ from .run import (
     check_schedule,
     immediate_backward,
     in_eval_mode,
-    loss_divisors,
     loss_of_stage,
     may_draw,
     needed_inputs,
@@ -70,6 +70,7 @@ class Executor:
     - `seed`: the seed of random draws in forwards and in the criterion
     - `ema`: the decay of the average of the weights that is evaluated
     - `batch_norm_per_step`: update running statistics once per step instead of once per micro-batch
+    - `targets`: the targets that the loss counts
 
     Raises PlanError if stages and plan do not fit.
     """
@@ -90,6 +91,7 @@ class Executor:
         seed: int = 0,
         batch_norm_per_step: bool = False,
         ema: float | None = None,
+        targets: LossTargets | None = None,
     ) -> None:
         self.plan = plan
         cast = dtypes.cast(plan)
@@ -109,6 +111,7 @@ class Executor:
             )
         self._batch_norms = {j: MiniBatchNorm(stages[j]) for j in expected if batch_norm_per_step}
         self._methods = staleness, ema
+        self.targets = targets or LossTargets(plan, stages, criterion)
         self._make_stages({j: stages[j] for j in expected})
         exchanged = replace(plan, shared=()) if self.replicas else plan
         self.shared = SharedGradients(exchanged, stages, self.transport)
@@ -123,7 +126,7 @@ class Executor:
             j: Stage(
                 module,
                 plan.stages[j],
-                loss_of=loss_of_stage(plan, j, self.criterion),
+                loss_of=loss_of_stage(plan, j, self.criterion and self.targets.criterion),
                 precision=self.precision,
                 batch_norm=self._batch_norms.get(j),
                 loss_seed=seed,
@@ -215,6 +218,7 @@ class Executor:
                 if run.leaves_out(action):
                     continue
                 ahead.before(position)
+                run.loss_weights.before(action)
                 match "" if run.is_empty(action) else action.kind:
                     case "F":
                         yield from self._forward(run, action)
@@ -243,8 +247,7 @@ class Executor:
 
     @contextmanager
     def eval_weights(self) -> Iterator[None]:
-        """Inside, the stages have the weights to evaluate and to save; some staleness methods train
-        with others."""
+        """Inside, the stages have the weights to evaluate and save; some methods train others."""
         with ExitStack() as inside:
             for binder in self.binders.values():
                 inside.enter_context(binder.eval_weights())
@@ -270,16 +273,18 @@ class Executor:
         for stage in self.stages.values():
             stage.loss_alone = self.plan.loss is not None and not observer.reads_outputs
         needed = [name for name in self._needed if name != TARGET or options.get("losses", True)]
+        fed = FeedOnce(self.plan, feed, needed, len(self.stages), self.device, rank)
+        weighed, step_samples = program if training else (), options.get("step_samples")
         return PipelineRun(
             schedule=schedule,
             program=program,
             training=training,
-            feed=FeedOnce(self.plan, feed, needed, len(self.stages), self.device, rank),
+            feed=fed,
             mailbox=self._mailbox(schedule, without(program, empty), sizes, options),
             empty=empty,
             recorder=RunRecorder(observer, keep_events=options.get("record", False)),
             version_pairs=version_pairs(program, self.versions, numbers),
-            loss_divisors=loss_divisors(batches, schedule.step_every, options.get("step_samples")),
+            loss_weights=LossWeights(self.targets, fed, numbers, weighed, batches, step_samples),
             read={},
             split=split_backwards([program]),
             immediate_backward=immediate_backward(program),
@@ -324,7 +329,10 @@ class Executor:
             inputs[channel.name] = yield from run.mailbox.take(channel, action.index)
         state = inputs.pop(GENERATOR_STATE, None)
         where = action.stage, action.index
-        generator = self._generator(stage, micro_batch, state) if run.training else None
+        generator = None
+        if run.training and stage.spec.draws_random:
+            draws = self.device, self.seed, micro_batch, self._draws_numbers
+            generator = GeneratorState.of_micro_batch(*draws, state)
         recompute = (
             stage.spec.recompute and stage.has_backward and where not in run.immediate_backward
         )
@@ -340,6 +348,7 @@ class Executor:
                     split=where in run.split,
                     window=run.window_of(action.index),
                 )
+                loss = run.loss_weights.weighed(action.index, loss, fed)
             else:
                 outputs, loss = stage.evaluate(micro_batch, inputs, fed if run.losses else None)
         run.mailbox.completed(action)
@@ -347,10 +356,12 @@ class Executor:
             name = channel.name
             value = generator.state if generator and name == GENERATOR_STATE else outputs[name]
             run.mailbox.put(channel, action.index, value)
+        if loss is not None and self.plan.loss is not None:
+            outputs[self.plan.loss] = loss
         if own_outputs := {name: outputs[name] for name in outputs if name in self._model_outputs}:
             run.recorder.observer.on_outputs(micro_batch, own_outputs)
         if loss is not None:
-            run.recorder.loss(micro_batch, loss)
+            run.recorder.loss(micro_batch, loss, None if run.training else self.targets.of(fed))
 
     def _backward(
         self, run: PipelineRun, action: Action, is_last: bool
@@ -378,7 +389,7 @@ class Executor:
                 micro_batch,
                 arrived,
                 weights=bound,
-                loss_divisor=run.loss_divisors[action.index],
+                loss_divisor=run.loss_weights.divisor(action),
                 loss_scale=run.loss_scale,
             )
             if where in run.split:
@@ -422,19 +433,8 @@ class Executor:
                 run.recorder.observer.on_step(action.stage, version)
             self.precision.forget_casts()
 
-    def _generator(
-        self, stage: Stage, micro_batch: int, state: Tensor | None
-    ) -> GeneratorState | None:
-        if not stage.spec.draws_random:
-            return None
-        if state is None:
-            seed = micro_batch_seed(self.seed, micro_batch)
-            return GeneratorState.seeded(self.device, seed, self._draws_numbers)
-        return GeneratorState(self.device, state, self._draws_numbers)
-
     def _casts_kept(self, training: bool) -> AbstractContextManager[None]:
-        """Casts weights once for all micro-batches between two steps. Not if forwards read copies
-        of weights, whose memory is reused for other versions."""
+        """Casts weights once between two steps, unless forwards read copies with reused memory."""
         is_live = all(binder.is_live for binder in self.binders.values())
         return self.precision.casts_kept() if training and is_live else nullcontext()
 

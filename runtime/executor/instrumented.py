@@ -270,8 +270,10 @@ class Observer:
     def on_action(self, action: Action, start_s: float, end_s: float) -> None:
         """An F, B, W or S has ended; its waits lie before `start_s`."""
 
-    def on_loss(self, micro_batch: int, loss: Tensor) -> None:
-        """The loss of a micro-batch, not divided, detached; on the rank that makes it."""
+    def on_loss(self, micro_batch: int, loss: Tensor, targets: float | None) -> None:
+        """The loss of a micro-batch, not divided, detached; on the rank that makes it. In training
+        it is weighted so that the mean over samples is the loss of the step. In an evaluation it is
+        the mean over `targets`, or over the samples if that is None."""
 
     def on_outputs(self, micro_batch: int, outputs: Mapping[str, Tensor]) -> None:
         """The model outputs that a stage of this rank made, detached."""
@@ -372,9 +374,9 @@ class RunRecorder:
         self.ledger.append(entry)
         self.observer.on_ledger_entry(entry)
 
-    def loss(self, micro_batch: int, loss: Tensor) -> None:
+    def loss(self, micro_batch: int, loss: Tensor, targets: float | None) -> None:
         self.losses[micro_batch] = loss
-        self.observer.on_loss(micro_batch, loss)
+        self.observer.on_loss(micro_batch, loss, targets)
 
     def report(self) -> RunReport:
         wall_s = time.perf_counter() - self._began_s

@@ -16,8 +16,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,9 @@ from ..schedule.schedule import Action, Numbering, Schedule
 from ..staleness import VersionPair
 from .instrumented import Observer, RunRecorder
 from .mailbox import Mailbox, Sizes
+
+if TYPE_CHECKING:
+    from .loss_weights import LossWeights
 
 Values = Mapping[str, Tensor]
 Feed = Callable[[int], Values]
@@ -48,6 +50,8 @@ def needed_inputs(plan: Plan, stages: Sequence[int], *, criterion: bool = False)
     """The inputs that a feed must give on a rank with these stages; with `criterion` the target,
     last."""
     read = {name for stage in stages for name in plan.stages[stage].inputs}
+    if plan.targets is not None and loss_stage(plan) in stages:
+        read.add(plan.targets.input)
     names = tuple(spec.name for spec in plan.inputs if spec.name in read)
     has_target = criterion and plan.loss is None and loss_stage(plan) in stages
     return (*names, TARGET) if has_target else names
@@ -125,6 +129,7 @@ class FeedOnce:
         self.stages = stages
         self.device = device
         self.rank = rank
+        self._unplaced: dict[int, Values] = {}
         self._kept: dict[int, tuple[int, Values]] = {}
 
     def __call__(self, micro_batch: int) -> Values:
@@ -148,7 +153,20 @@ class FeedOnce:
             self._kept[micro_batch] = self.stages, self._ask(micro_batch)
         return self._kept[micro_batch][1]
 
+    def unplaced(self, micro_batch: int) -> Values:
+        """The values of a micro-batch to come where the feed has them, before they are asked for on
+        the device."""
+        if micro_batch in self._kept:
+            return self._kept[micro_batch][1]
+        if micro_batch not in self._unplaced:
+            self._unplaced[micro_batch] = self._read(micro_batch)
+        return self._unplaced[micro_batch]
+
     def _ask(self, micro_batch: int) -> Values:
+        given = self._unplaced.pop(micro_batch, None) or self._read(micro_batch)
+        return {name: value.to(self.device) for name, value in given.items()}
+
+    def _read(self, micro_batch: int) -> Values:
         given = self.feed(micro_batch)
         for name in self.needed:
             if name not in given:
@@ -156,8 +174,9 @@ class FeedOnce:
                     f'micro-batch {micro_batch} has no "{name}" on rank {self.rank}; '
                     f"it has {', '.join(given) or 'nothing'}."
                 )
-        sizes_of(self.plan, {name: given[name] for name in self.needed})
-        return {name: given[name].to(self.device) for name in self.needed}
+        needed = {name: given[name] for name in self.needed}
+        sizes_of(self.plan, needed)
+        return needed
 
 
 def loss_stage(plan: Plan) -> int:
@@ -310,26 +329,6 @@ def immediate_backward(program: Program) -> frozenset[tuple[int, int]]:
     return frozenset(immediate)
 
 
-def loss_divisors(
-    batches: Sequence[int], step_every: int, step_samples: int | None = None
-) -> tuple[int | Fraction, ...]:
-    """Divisors of the mean loss of each micro-batch, so that the sum over one step is the mean over
-    all its samples; `batches` are the micro-batches' samples, `step_samples` those of a step if it
-    has more.
-
-    >>> loss_divisors([4, 4], 2), loss_divisors([3, 1], 2), loss_divisors([4, 4], 2, 16)
-    ((2, 2), (Fraction(4, 3), 4), (4, 4))
-    """
-    divisors: list[int | Fraction] = []
-    for first in range(0, len(batches), step_every):
-        of_step = batches[first : first + step_every]
-        total = step_samples or sum(of_step)
-        for samples in of_step:
-            parts = max(1, samples)  # one without samples does not run
-            divisors.append(Fraction(total, parts) if total % parts else total // parts)
-    return tuple(divisors)
-
-
 def window_ends(program: Sequence[Action]) -> dict[int, list[int]]:
     """Position of the last backward before each step -> its stages; with split backwards, the last
     B or W."""
@@ -399,7 +398,7 @@ class PipelineRun:
     mailbox: Mailbox
     recorder: RunRecorder
     version_pairs: dict[tuple[int, int], VersionPair]
-    loss_divisors: Sequence[int | Fraction]
+    loss_weights: LossWeights
     read: dict[tuple[int, int], list[Tensor]]
     """The weights that forwards read, sampled."""
     split: frozenset[tuple[int, int]]

@@ -226,7 +226,7 @@ class Stage:
         micro_batch: int,
         gradients: Mapping[str, Sequence[Tensor]],
         *,
-        loss_divisor: int | Fraction,
+        loss_divisor: int | Fraction | None,
         loss_scale: float = 1.0,
         weights: Weights | None = None,
     ) -> dict[str, Tensor]:
@@ -234,17 +234,19 @@ class Stage:
 
         `gradients` has, for each output that receives a gradient, one tensor from each stage that
         read it; they are added from the last stage to the first, in autograd's order. The loss is
-        divided by `loss_divisor` and multiplied by `loss_scale`. An input that has no influence on
-        the loss gets zeros. A pending recomputation reads `weights`. Raises StageError.
+        divided by `loss_divisor` and multiplied by `loss_scale`; without a divisor it is left out.
+        An input that has no influence on the loss gets zeros. A pending recomputation reads
+        `weights`. Raises StageError.
         """
         self.recompute(micro_batch, weights=weights)
         flight = self._kept.pop(micro_batch)
         assert isinstance(flight, _InFlight)
         try:
             roots = [(root, _sum(gradients[name])) for name, root in flight.roots.items()]
-            if flight.loss is not None and flight.loss.requires_grad:
-                scale = torch.full_like(flight.loss, loss_scale * loss_divisor.denominator)
-                roots.append((flight.loss, scale / loss_divisor.numerator))
+            loss = flight.loss
+            if loss is not None and loss.requires_grad and loss_divisor is not None:
+                scale = torch.full_like(loss, loss_scale * loss_divisor.denominator)
+                roots.append((loss, scale / loss_divisor.numerator))
             if flight.split is not None:
                 flight.split.open()
                 self._put_off[micro_batch] = flight.split

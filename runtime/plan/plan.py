@@ -19,6 +19,7 @@ from ..serialization import Origin, parse_json, read_text, shaped
 from .findings import BestLayout, Candidate, Finding
 from .setting import PlanSetting
 from .structure import evaluate_size
+from .targets import CountedTargets
 from .validate import COMMAND, contradiction, is_command
 
 SCHEMA = 5
@@ -249,7 +250,7 @@ _USUAL: Mapping[str, Any] = MappingProxyType(
         "tensor_parallel": 1,
         "draws_numbers": False,
         "trains": True,
-        **dict.fromkeys(("number", "unshared", "next_labels"), None),
+        **dict.fromkeys(("number", "unshared", "next_labels", "targets"), None),
         **dict.fromkeys(("left_out", "layouts", "changes", "changes_trained"), ()),
         **dict.fromkeys(("summing_ms", "tensor_sums_ms", "spread", "zero"), 0),
     }
@@ -269,7 +270,8 @@ class Plan:
     values: all boundary tensors and outputs
     outputs: the structure of the original's output with the names of tensors (`structure.py`)
     loss: the name of the output value that is the loss; None with a criterion outside the model
-    next_labels: the input whose label at a position has to be the next token; None if there is none
+    next_labels: the input whose label at a position has to be the next token; None without one
+    targets: the targets over which the loss is the mean; None if it is over samples
     criterion: the criterion outside the model
     stages: the stages in order
     shared: the parameters with several names or on several stages
@@ -331,6 +333,7 @@ class Plan:
     arguments: Mapping[str, Any] | None = None
     left_out: tuple[str, ...] = ()
     next_labels: str | None = None
+    targets: CountedTargets | None = None
     constants: tuple[str, ...] = ()
     mode: str = "both"
     tensor_parallel: int = 1
@@ -369,8 +372,7 @@ class Plan:
     @property
     def slowest(self) -> str:
         """The unit of the bottleneck: a stage, or a rank if some rank has several stages."""
-        several = any(len(stages) > 1 for stages in self.stages_of_rank.values())
-        return "rank" if several else "stage"
+        return "rank" if max(map(len, self.stages_of_rank.values()), default=0) > 1 else "stage"
 
     @property
     def boundaries(self) -> tuple[Boundary, ...]:
@@ -426,11 +428,10 @@ def read_plan(folder: str | Path) -> Plan:
     raw = parse_json(read_text(path, origin), origin)
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if isinstance(raw, dict) and schema != SCHEMA:
-        command = str(raw.get("command", ""))
-        command = command if is_command(command) else f"{COMMAND} ..."
+        given = str(raw.get("command", ""))
         raise PlanError(
             f"{path} has schema {schema!r:.20}, this version of asyncpipe reads {SCHEMA}.",
-            f"{command} --force",
+            f"{given if is_command(given) else f'{COMMAND} ...'} --force",
         )
     plan = shaped(Plan, raw, origin)
     if wrong := contradiction(plan):

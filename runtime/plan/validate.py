@@ -20,6 +20,7 @@ from .structure import is_structure, names_in
 
 if TYPE_CHECKING:
     from .plan import Plan, StageSpec, TensorSpec
+    from .targets import CountedTargets
 
 _MOST_RANKS = 1 << 16
 _LARGEST_SIZE = 1 << 40
@@ -90,6 +91,8 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     inputs = {spec.name for spec in plan.inputs}
     if not inputs:
         yield "it has no inputs"
+    if plan.targets is not None:
+        yield from _targets(plan, plan.targets)
     yield from _unknown("its arguments name", names_in(plan.arguments or {}), inputs)
     for shared in plan.shared:
         if not shared.holders or not all(0 <= j < len(plan.stages) for j in shared.stages):
@@ -98,6 +101,16 @@ def _contradictions(plan: Plan) -> Iterator[str]:
         for index, name in shared.holders:
             names = (*plan.stages[index].parameters, *plan.stages[index].buffers)
             yield from _unknown(f"stage {index} shares", [name], names)
+
+
+def _targets(plan: Plan, targets: CountedTargets) -> Iterator[str]:
+    inputs = plan.inputs
+    yield from _unknown("its loss counts", [targets.input], [spec.name for spec in inputs])
+    buffers = {name for stage in plan.stages for name in stage.buffers}
+    yield from _unknown("its loss has the weights", filter(None, [targets.class_weights]), buffers)
+    dims = [len(spec.shape) for spec in inputs if spec.name == targets.input]
+    if targets.moved is not None and dims and not 0 <= targets.moved < dims[0]:
+        yield f"its loss moves {targets.input} in dimension {targets.moved}"
 
 
 def _broken(value: Any, place: str) -> Iterator[str]:

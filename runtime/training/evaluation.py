@@ -6,6 +6,7 @@ function of the user.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,10 +35,10 @@ from .replica_gradients import first_buffers
 class Evaluator:
     """Evaluates the live weights between two segments. Collective.
 
-    The loss is the mean over samples: a smaller last micro-batch counts less. With several
-    replicas, each evaluates some of the micro-batches, with the buffers of the first one,
-    which are those that are saved. A classifier's accuracy is computed if one rank has both logits
-    and labels.
+    The loss is the mean over samples, or over the targets that count: a smaller last micro-batch
+    counts less. With several replicas, each evaluates some of the micro-batches, with the buffers
+    of the first one, which are those that are saved. A classifier's accuracy is computed if one
+    rank has both logits and labels.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Evaluator:
         batch = self.batch
         return EvalRecord(
             step,
-            loss / losses,
+            loss / losses if losses else math.nan,
             accuracy,
             batch.count,
             batch.samples,
@@ -165,10 +166,11 @@ class _Counts(ActionObserver):
         self.loss = self.losses = self.right = self.answers = 0.0
         self._logits = logits
 
-    def on_loss(self, micro_batch: int, loss: Tensor) -> None:
-        share = self._shares[micro_batch]
-        self.loss += float(loss) * share
-        self.losses += share
+    def on_loss(self, micro_batch: int, loss: Tensor, targets: float | None) -> None:
+        share = self._shares[micro_batch] if targets is None else targets
+        if share:
+            self.loss += float(loss) * share
+            self.losses += share
 
     @property
     def reads_outputs(self) -> bool:

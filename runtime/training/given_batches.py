@@ -71,7 +71,7 @@ def shared_loss(
 class EvalResult:
     """An evaluation.
 
-    loss: the mean over all samples.
+    loss: the mean over all samples, or over all targets that a cross entropy counts.
     samples: their number.
     """
 
@@ -83,20 +83,22 @@ class Evaluated(Observer):
     """The losses and the outputs that a rank's stages make in forwards.
 
     samples: of each micro-batch, by its number.
-    loss: the sum over samples of their micro-batch's mean loss.
-    counted: the samples of these.
+    sums: the sum of the micro-batches' mean losses times their weights, that of the weights, which
+        are samples or targets that count, and that of the samples.
     outputs: the model's outputs by micro-batch, if they are kept.
     """
 
     def __init__(self, samples: Mapping[int, int], *, keeps: bool) -> None:
         self.samples = samples
-        self.loss, self.counted = 0.0, 0
+        self.sums = [0.0, 0.0, 0.0]
         self.outputs: dict[int, dict[str, Tensor]] = {}
         self._keeps = keeps
 
-    def on_loss(self, micro_batch: int, loss: Tensor) -> None:
-        self.loss += float(loss) * self.samples[micro_batch]
-        self.counted += self.samples[micro_batch]
+    def on_loss(self, micro_batch: int, loss: Tensor, targets: float | None) -> None:
+        samples = self.samples[micro_batch]
+        weight = samples if targets is None else targets
+        more = (float(loss) * weight if weight else 0.0, weight, samples)
+        self.sums = [before + each for before, each in zip(self.sums, more, strict=True)]
 
     @property
     def reads_outputs(self) -> bool:
@@ -111,12 +113,14 @@ def gather_outputs(
     plan: Plan,
     of_micro_batch: Mapping[int, Mapping[str, Tensor]],
     sizes: Sequence[Mapping[str, int]],
+    weights: Sequence[float | None] = (None,),
 ) -> Any:
     """The output of a whole batch, in the model's structure, out of those of its micro-batches in
     their order; None if this rank makes none.
 
-    Tensors with a batch are joined along it; of a loss the result is the mean over samples, and of
-    another tensor without a batch those of all micro-batches, stacked.
+    Tensors with a batch are joined along it; of a loss the result is the mean by the weights of the
+    micro-batches, by default their samples, and of another tensor without a batch those of all
+    micro-batches, stacked.
     """
     if not of_micro_batch:
         return None
@@ -130,8 +134,10 @@ def gather_outputs(
         if dim is not None:
             joined[name] = torch.cat(parts, dim)
         elif name == plan.loss:
-            weights = torch.tensor(samples, dtype=parts[0].dtype, device=parts[0].device)
-            joined[name] = (torch.stack(parts).flatten() * weights).sum() / weights.sum()
+            of_each = samples if None in weights else weights
+            shares = torch.tensor(of_each, dtype=parts[0].dtype, device=parts[0].device)
+            losses = torch.stack(parts).flatten()
+            joined[name] = (losses * shares)[shares > 0].sum() / shares.sum()
         else:
             joined[name] = parts[0] if len(parts) == 1 else torch.stack(parts)
     return rebuilt(plan.outputs, joined, {**plan.sizes, **sizes[0], "batch": sum(samples)})

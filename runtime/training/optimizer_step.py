@@ -241,7 +241,7 @@ class OptimizerStepper(SummingObserver):
         if action.kind == "S" and self._after_step is not None:
             self._after_step(action.stage)
 
-    def on_loss(self, micro_batch: int, loss: Tensor) -> None:
+    def on_loss(self, micro_batch: int, loss: Tensor, targets: float | None) -> None:
         step, place = divmod(self._numbers.index(micro_batch), len(self._sizes))
         self._losses[self._first_step + step].append((loss, self._sizes[place]))
 

@@ -299,31 +299,31 @@ class Pipeline(TrainedStages):
         """The mean loss over all samples of these batches, in evaluation mode and without
         gradients; the same on every rank."""
         self._calls.check()
-        loss = counted = 0.0
+        own = [0.0, 0.0, 0.0]
         with self._calls.during("evaluate", breaks=self.ranks > 1):
             for batch in batches:
                 given = self._split(batch)
                 done = self._forward(
                     given, self._world.replica, self._world.replicas, outputs=False
                 )
-                if self._world.tensor_rank == 0:  # the others have the same
-                    loss, counted = loss + done.loss, counted + done.counted
-            loss, counted, calls = self._world.sums([loss, counted, self._calls.number])
+                own = [before + each for before, each in zip(own, done.sums, strict=True)]
+            own = own if self._world.tensor_rank == 0 else [0.0] * 3  # the others have the same
+            loss, weight, counted, calls = self._world.sums([*own, self._calls.number])
             self._calls.present.check_sum(calls)
         if not counted:
             raise DataError("evaluate got no batches.", "Give a DataLoader, or a list of batches.")
-        return EvalResult(loss / counted, int(counted))
+        return EvalResult(loss / weight if weight else math.nan, int(counted))
 
     def predict(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The model's output for each batch, in order, in evaluation mode and without gradients:
-        on the ranks whose stages make it, as in `StepResult`; None on the others. No target is
-        needed. Replicas all compute the same."""
+        """The model's output for each batch, in order, in evaluation mode and without gradients: on
+        the ranks that make it, as in `StepResult`; None on the others. No target is needed."""
         for batch in batches:
             self._calls.check()
             given = self._split(batch, target=False)
             with self._calls.during("predict", breaks=self.ranks > 1):
                 done = self._forward(given, 0, 1, outputs=True)
-            yield gather_outputs(self.plan, done.outputs, given.sizes)
+            weights = [self.executor.targets.of(part) for part in given.parts]
+            yield gather_outputs(self.plan, done.outputs, given.sizes, weights)
 
     def _forward(self, given: GivenBatch, part: int, parts: int, *, outputs: bool) -> Evaluated:
         """Runs one of several equal parts of a batch forward."""

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Unpack
 
 from torch import Tensor, nn
@@ -21,12 +22,15 @@ from ..config.segments import RunSegment, schedule_of
 from ..config.settings import RunConfig
 from ..data.task import GIVEN, TARGET, sizes_of
 from ..distributed.connections import make_transport
+from ..distributed.process_groups import WARNING
 from ..executor.compiled import compile_again, compile_stage
 from ..executor.executor import Executor
+from ..executor.instrumented import Activity
 from ..executor.loading import load_stage, load_stage_class
+from ..executor.loss_weights import LossTargets
 from ..executor.mailbox import Sizes
 from ..executor.observed_transport import ObservedTransport
-from ..executor.run import Feed, RunOptions
+from ..executor.run import Criterion, Feed, RunOptions
 from ..executor.tied_parameters import verify_tied_alike
 from ..formatting import counted
 from ..freezing.block_outputs import SAMPLES
@@ -394,4 +398,26 @@ def make_executor(setup: Setup, modules: Mapping[int, nn.Module], staleness: str
         seed=config.seed,
         batch_norm_per_step=config.batch_norm == "mini-batch",
         ema=config.ema,
+        targets=_targets(setup, modules, criterion),
+    )
+
+
+def _targets(
+    setup: Setup, modules: Mapping[int, nn.Module], criterion: Criterion | None
+) -> LossTargets:
+    """The targets that the loss counts. A warning is posted for rank 0, or shown in a loop of the
+    user's own."""
+    waits = Activity("exchange", "adds up the targets of its replicas")
+
+    def added(own: Tensor) -> Tensor:
+        with setup.activities.during(waits):
+            return setup.world.sum_of_copies(own)
+
+    is_given = setup.job.config.data == GIVEN
+    return LossTargets(
+        setup.job.plan,
+        modules,
+        criterion,
+        sum_of_copies=added if setup.world.data_parallel_group else None,
+        warn=warnings.warn if is_given else partial(setup.board.post, WARNING),
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture_and_profile import load
@@ -302,3 +303,37 @@ def test_an_input_without_values_is_refused() -> None:
     model, given = torch.nn.Linear(4, 2), torch.empty(3, 4, device="meta")
     with pytest.raises(CaptureError, match="the input input is on meta, without values, but the"):
         asyncpipe.partition(model, given, stages=1)
+
+
+class Weighted(nn.Module):
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.first, self.head, self.loss = nn.Linear(4, 4), nn.Linear(4, 3), loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.loss(self.head(torch.tanh(self.first(x))).sigmoid(), y)}
+
+
+WEIGHTS = torch.tensor([0.2, 0.5, 3.0])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(WEIGHTS),
+        nn.NLLLoss(WEIGHTS, ignore_index=2),
+        nn.MultiMarginLoss(weight=WEIGHTS),
+        nn.BCELoss(WEIGHTS),
+        nn.BCEWithLogitsLoss(pos_weight=WEIGHTS),
+        nn.MultiLabelSoftMarginLoss(WEIGHTS),
+    ],
+)
+def test_a_loss_with_the_weights_of_classes_is_captured(loss: nn.Module, tmp_path: Path) -> None:
+    classes = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss | nn.MultiMarginLoss)
+    y = torch.tensor([0, 2, 1, 2]) if classes else torch.rand(4, 3).round()
+    plan = asyncpipe.partition(
+        Weighted(loss), {"x": torch.randn(4, 4), "y": y}, stages=2, output=tmp_path / "stages"
+    )
+    assert plan.loss is not None
+    counted = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    assert (plan.targets is not None and plan.targets.class_weights == "loss.weight") == counted

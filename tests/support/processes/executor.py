@@ -102,7 +102,7 @@ class Seen(Observer):
         assert start_s <= end_s
         self.actions.append(str(action.unversioned))
 
-    def on_loss(self, micro_batch: int, loss: Tensor) -> None:
+    def on_loss(self, micro_batch: int, loss: Tensor, targets: float | None) -> None:
         self.losses[micro_batch] = loss
 
     def on_outputs(self, micro_batch: int, outputs: Any) -> None:

@@ -1,0 +1,253 @@
+"""The weight of each micro-batch's loss in the loss of its step.
+
+The loss of a step is the mean over its samples, or, where a cross entropy leaves out targets, over
+the targets that count (`plan/targets.py`): the loss of the plain model for the whole batch, however
+it is split. The stage that makes the loss therefore reads the targets of a whole step before the
+first backward of the step, and replicas add up their numbers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..plan.plan import Plan
+from ..plan.targets import LABELS, CountedTargets, is_mean
+from ..schedule.schedule import Action, Numbering
+from .run import TARGET, Criterion, FeedOnce, Program, Values, loss_stage
+
+_IGNORED = -100
+"""The value of targets that torch's cross entropy ignores by default."""
+
+_LOOKS = 64
+"""The micro-batches in which such targets are looked for."""
+
+SumOfCopies = Callable[[Tensor], Tensor]
+"""Adds up a tensor over the ranks with the same stages."""
+
+
+class LossTargets:
+    """The targets that the loss of a pipeline counts: those that the plan names, or those that a
+    criterion outside the model is seen to count when it is called first.
+
+    stage: the stage that makes the loss
+    counted: these targets; None if the loss is not known to count any
+    is_open: the criterion has not been called yet
+    sum_of_copies: adds up over replicas; None without others
+
+    Arguments:
+    warn: called with a warning.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        modules: Mapping[int, nn.Module],
+        criterion: Criterion | None,
+        *,
+        sum_of_copies: SumOfCopies | None = None,
+        warn: Callable[[str], object] = warnings.warn,
+    ) -> None:
+        self.stage = loss_stage(plan)
+        self.counted = plan.targets
+        self._weights: Tensor | None = None
+        if plan.targets is not None and plan.targets.class_weights and self.stage in modules:
+            self._weights = modules[self.stage].get_buffer(plan.targets.class_weights)
+        self.is_open = plan.loss is None and criterion is not None
+        self.sum_of_copies = sum_of_copies
+        self._criterion, self._warn = criterion, warn
+        self._looks = _LOOKS if plan.loss is not None else 0
+
+    def criterion(self, outputs: Any, target: Tensor) -> Tensor:
+        """Calls the criterion."""
+        assert self._criterion is not None
+        if not self.is_open:
+            return self._criterion(outputs, target)
+        with _Means() as means:
+            loss = self._criterion(outputs, target)
+        self.counted, self._weights = _counted(loss, means.calls, target)
+        self.is_open, self._looks = False, _LOOKS * bool(means.calls)
+        return loss
+
+    def of(self, values: Values) -> float | None:
+        """The number of a micro-batch's targets that count; None if the loss counts none, or if the
+        values have no targets."""
+        if self.counted is None or self.counted.input not in values:
+            return None
+        return self.counted.number(values, self._weights)
+
+    def total_of_copies(self, number: float) -> float:
+        """The targets that count in all replicas; 0 if the loss of one is known to count none. Once
+        that is so of all, they no longer ask each other."""
+        assert self.sum_of_copies is not None
+        is_other = self.counted is None and not self.is_open
+        content = torch.tensor([number, is_other, 1], dtype=torch.float64)
+        total, others, copies = self.sum_of_copies(content).tolist()
+        if others == copies:
+            self.sum_of_copies = None
+        return 0 if others else float(total)
+
+    def warn_of_ignored(self, values: Values) -> None:
+        """Warns once of targets to be ignored, in the first micro-batches, if the loss is not known
+        to be their mean."""
+        if self.counted is not None or not self._looks:
+            return
+        self._looks -= 1
+        name = next((name for name in LABELS if name in values), None)
+        if name is not None and bool((values[name] == _IGNORED).any()):
+            self._looks = 0
+            self._warn(
+                f"{name} has targets of {_IGNORED}, but the loss is not known to be one cross "
+                "entropy of all targets. So micro-batches with few targets count as much as "
+                "others, which they do not in the loss of the whole batch. Compute the loss by one "
+                "call of torch.nn.functional.cross_entropy (and partition a model with such a loss "
+                "again), or give --micro-batches 1."
+            )
+
+
+class _Means(TorchFunctionMode):
+    """Inside, keeps the results and arguments of the functions that may be means over targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Tensor, Mapping[str, Any]]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (F.cross_entropy, F.nll_loss):
+            arguments = signature(func).bind(*args, **(kwargs or {}))
+            arguments.apply_defaults()
+            self.calls.append((result, arguments.arguments))
+        return result
+
+
+def _counted(
+    loss: Any, calls: Sequence[tuple[Tensor, Mapping[str, Any]]], target: Tensor
+) -> tuple[CountedTargets | None, Tensor | None]:
+    """The targets that a criterion counts and the weights of their classes, if its loss is the mean
+    of a single call over all of them, or over all but the first position."""
+    if len(calls) != 1 or not isinstance(loss, Tensor) or loss.shape or loss.is_complex():
+        return None, None
+    ((mean, arguments),) = calls
+    read, weights = arguments["target"], arguments["weight"]
+    if not is_mean(arguments) or read.is_floating_point():
+        return None, None
+    # Without a target that counts, the mean is not a number.
+    if not torch.allclose(mean.detach(), loss.detach().to(mean), 0, 0, equal_nan=True):
+        return None, None
+    for moved in (None, *range(min(2, target.dim()))[::-1]):
+        counted = CountedTargets(TARGET, arguments["ignore_index"], moved)
+        if torch.equal(counted.read(target).flatten().to(read), read.flatten()):
+            return counted, None if weights is None else weights.detach()
+    return None, None
+
+
+class LossWeights:
+    """The weights of a run's micro-batches at the stage that makes the loss.
+
+    Arguments:
+    feed: gives the values of a micro-batch before they are asked for.
+    program: the actions of the rank; none of an evaluation, whose losses are not weighted here.
+    samples: those of each micro-batch.
+    step_samples: the samples of a step, if other ranks run micro-batches of it.
+    """
+
+    def __init__(
+        self,
+        targets: LossTargets,
+        feed: FeedOnce,
+        numbers: Numbering,
+        program: Program,
+        samples: Sequence[int],
+        step_samples: int | None,
+    ) -> None:
+        self._targets, self._feed, self._of, self._samples = targets, feed, numbers, samples
+        self._divisors = loss_divisors(samples, numbers.of_step, step_samples)
+        self._own: dict[int, list[int]] = defaultdict(list)
+        for action in program:
+            if action.kind == "F" and action.stage == targets.stage:
+                self._own[action.index // numbers.of_step].append(action.index)
+        self._counts: dict[int, float] = {}
+        self._totals: dict[int, float] = {}
+
+    def before(self, action: Action) -> None:
+        """Counts the targets of a step before its first forward at the stage, if it is known by
+        then which ones count."""
+        if self._own and action.kind == "F" and action.stage == self._targets.stage:
+            if not self._samples[action.index] or not self._targets.is_open:
+                self._count(action.index, {})
+
+    def weighed(self, index: int, loss: Tensor | None, fed: Values) -> Tensor | None:
+        """The loss of a micro-batch so that the mean over the samples of a step is its loss."""
+        if loss is None:
+            return None
+        self._count(index, fed)
+        if self._of.in_all > 1:
+            self._targets.warn_of_ignored(fed)
+        if not (total := self._totals[index // self._of.of_step]):
+            return loss
+        count = self._counts[index]
+        factor = Fraction(count) / Fraction(total) * self._divisors[index]
+        if not count:
+            return torch.zeros_like(loss)
+        return loss if factor == 1 else loss * float(factor)
+
+    def divisor(self, action: Action) -> int | Fraction | None:
+        """The divisor of the mean loss of a micro-batch; None if none of its targets count."""
+        index = action.index
+        total = self._totals.get(index // self._of.of_step)
+        if action.stage != self._targets.stage or not total:
+            return self._divisors[index]
+        count = self._counts.pop(index)
+        return Fraction(total) / Fraction(count) if count else None
+
+    def _count(self, index: int, fed: Values) -> None:
+        """Counts the targets of the step of a micro-batch, once; `fed` are its own values."""
+        step, targets, total = index // self._of.of_step, self._targets, 0.0
+        if step in self._totals:
+            return
+        self._totals[step] = 0
+        own = self._own[step]
+        is_whole = len(own) == self._of.in_all
+        if len(own) == 1 if is_whole else targets.sum_of_copies is None:
+            return
+        if targets.counted is not None:
+            for each in sorted(own):
+                if not self._samples[each]:
+                    continue
+                is_fed = each == index and bool(fed)
+                values = fed if is_fed else self._feed.unplaced(self._of.number(each))
+                self._counts[each] = count = targets.of(values) or 0.0
+                total += count
+        self._totals[step] = total if is_whole else targets.total_of_copies(total)
+
+
+def loss_divisors(
+    batches: Sequence[int], step_every: int, step_samples: int | None = None
+) -> tuple[int | Fraction, ...]:
+    """Divisors of the mean loss of each micro-batch, so that the sum over one step is the mean over
+    all its samples; `batches` are the micro-batches' samples, `step_samples` those of a step if it
+    has more.
+
+    >>> loss_divisors([4, 4], 2), loss_divisors([3, 1], 2), loss_divisors([4, 4], 2, 16)
+    ((2, 2), (Fraction(4, 3), 4), (4, 4))
+    """
+    divisors: list[int | Fraction] = []
+    for first in range(0, len(batches), step_every):
+        of_step = batches[first : first + step_every]
+        total = step_samples or sum(of_step)
+        for samples in of_step:
+            parts = max(1, samples)  # one without samples does not run
+            divisors.append(Fraction(total, parts) if total % parts else total // parts)
+    return tuple(divisors)
