@@ -24,7 +24,7 @@ from ..runtime.plan.structure import described, names_in
 from .capture import Capture, IfTraining, Size
 from .graph.problem import StageLoad
 from .graph.tensor_sums import TensorSums
-from .model_loss import counted_targets, loss_output
+from .model_loss import counted_targets, is_sum, loss_output, notes_of_sums
 from .planning.solve import Solution
 from .planning.step_time import has_replicas, is_simulated
 from .planning.transfers import (
@@ -99,6 +99,7 @@ def assemble(
         outputs=outputs,
         loss=loss,
         targets=counted_targets(capture, loss),
+        loss_is_sum=is_sum(capture, loss),
         criterion=facts.criterion,
         stages=_stages(capture, stage_graphs, tensors, profile, solution, transfers),
         shared=shared,
@@ -113,7 +114,7 @@ def assemble(
         weights=facts.weights,
         state_keys=tuple(capture.model.state_dict()),
         unused=unused_tensors(capture, stage_graphs),
-        notes=_notes(capture, facts.criterion, outputs, values),
+        notes=_notes(capture, facts.criterion, outputs, values, loss),
         mode="both" if False in capture.modes else "train",
         explanation=solution.explanation,
         candidates=solution.candidates,
@@ -331,11 +332,15 @@ def _if_sent(
 
 
 def _notes(
-    capture: Capture, criterion: str | None, outputs: Any, values: Iterable[TensorSpec]
+    capture: Capture,
+    criterion: str | None,
+    outputs: Any,
+    values: Iterable[TensorSpec],
+    loss: str | None,
 ) -> tuple[str, ...]:
     """The remarks of the capture and about the loss."""
-    notes = (*capture.notes, *_notes_of_loss(criterion, outputs, values))
-    return tuple(map(visible, notes))
+    of_loss = (*_notes_of_loss(criterion, outputs, values), *notes_of_sums(capture, loss))
+    return tuple(map(visible, (*capture.notes, *of_loss)))
 
 
 def _notes_of_loss(

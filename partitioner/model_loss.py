@@ -7,7 +7,7 @@ micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..runtime.plan.plan import TensorSpec
 from ..runtime.plan.structure import names_in
 from ..runtime.plan.targets import LABELS, CountedTargets, is_mean
 from ..runtime.tensor_parallel import split_cross_entropy, split_nll_loss
-from .capture import Capture, read_arguments
+from .capture import Capture, Size, read_arguments
 from .capture.batch_dimension import on_a_copy
 from .capture.model_state import is_on_meta
 from .capture.sizes import BATCH, dynamic_of, resized
@@ -103,6 +103,69 @@ def _pads(node: fx.Node, ignored: int) -> bool:
     given = signature(F.pad).bind(*node.args, **node.kwargs).arguments
     is_at_end = len(given["pad"]) == 2 and given["pad"][0] == 0
     return is_at_end and given.get("mode") != "circular" and given.get("value") == ignored
+
+
+def is_sum(capture: Capture, loss: str | None) -> bool:
+    """True for the loss of a model that adds up over samples: sums over all numbers of a tensor
+    with a batch, loss functions of torch with the reduction "sum", and sums and multiples of
+    these."""
+    terms = _sums(capture, loss)
+    return bool(terms) and all(terms)
+
+
+def notes_of_sums(capture: Capture, loss: str | None) -> Iterator[str]:
+    """A note on a loss of which a part adds up over samples, and another does not."""
+    terms = _sums(capture, loss)
+    if any(terms) and not all(terms):
+        yield (
+            "the loss adds up over samples in a part of its terms, which therefore count less with "
+            "more micro-batches a step: divide these by the number of samples"
+        )
+
+
+def _sums(capture: Capture, loss: str | None) -> list[bool]:
+    """For each term of a model's loss, whether it adds up over samples."""
+    node = next((node for node in capture.graph.nodes if node.name == loss), None)
+    has_samples = any(spec.batch_dim is not None for spec in capture.inputs)
+    return [_adds_up(capture, term) for term in _terms(node)] if node and has_samples else []
+
+
+def _terms(node: Any) -> list[Any]:
+    """The terms of a sum, without their factors."""
+    parts: Sequence[Any] = getattr(node, "args", ())
+    name = _name(node) if isinstance(node, fx.Node) else ""
+    match name:
+        case "add" | "iadd" | "sub" | "isub":
+            return [term for part in parts if part != 0 for term in _terms(part)]
+        case "neg" | "float" | "to":
+            return _terms(parts[0])
+        case "mul" | "imul" | "truediv" | "itruediv" | "div":
+            numbers = [part for part in parts if isinstance(part, int | float)]
+            if len(numbers) == 1 and (name in ("mul", "imul") or parts[1] is numbers[0]):
+                return _terms(parts[parts[0] is numbers[0]])
+    return [node]
+
+
+def _adds_up(capture: Capture, node: Any) -> bool:
+    """True for a sum over all numbers of a tensor with a batch."""
+    source = _source(node) if isinstance(node, fx.Node) else None
+    if source is None or not _has_batch(source):
+        return False
+    if _name(node) == "sum":
+        return len(node.args) == 1 and not node.kwargs
+    return _is_loss_function(capture, node) and _reduction(capture, node) == "sum"
+
+
+def _has_batch(node: fx.Node) -> bool:
+    return any(isinstance(size, Size) and BATCH in str(size) for size in node.meta.get("shape", ()))
+
+
+def _reduction(capture: Capture, node: fx.Node) -> Any:
+    """The reduction of a loss function's call."""
+    if node.op == "call_module":
+        return getattr(capture.model.get_submodule(str(node.target)), "reduction", None)
+    target: Any = node.target
+    return signature(target).bind(*node.args, **node.kwargs).arguments.get("reduction")
 
 
 def _name(node: fx.Node) -> str:

@@ -356,12 +356,12 @@ class Executor:
             name = channel.name
             value = generator.state if generator and name == GENERATOR_STATE else outputs[name]
             run.mailbox.put(channel, action.index, value)
-        if loss is not None and self.plan.loss is not None:
+        if loss is not None and self.plan.loss is not None and run.training:
             outputs[self.plan.loss] = loss
         if own_outputs := {name: outputs[name] for name in outputs if name in self._model_outputs}:
             run.recorder.observer.on_outputs(micro_batch, own_outputs)
         if loss is not None:
-            run.recorder.loss(micro_batch, loss, None if run.training else self.targets.of(fed))
+            run.recorder.loss(micro_batch, *run.loss_weights.reported(action.index, loss, fed))
 
     def _backward(
         self, run: PipelineRun, action: Action, is_last: bool

@@ -1,9 +1,9 @@
 """The weight of each micro-batch's loss in the loss of its step.
 
-The loss of a step is the mean over its samples, or, where a cross entropy leaves out targets, over
-the targets that count (`plan/targets.py`): the loss of the plain model for the whole batch, however
-it is split. The stage that makes the loss therefore reads the targets of a whole step before the
-first backward of the step, and replicas add up their numbers.
+The loss of a step is that of the plain model for the whole batch, however it is split. It is the
+mean over its samples; where a cross entropy leaves out targets, the mean over those that count
+(`plan/targets.py`); or a sum. The stage that makes the loss reads the targets of a whole step
+before the first backward of the step, and replicas add up their numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ class LossTargets:
 
     stage: the stage that makes the loss
     counted: these targets; None if the loss is not known to count any
+    is_sum: the loss is a sum over samples
     is_open: the criterion has not been called yet
     sum_of_copies: adds up over replicas; None without others
 
@@ -58,7 +59,7 @@ class LossTargets:
         warn: Callable[[str], object] = warnings.warn,
     ) -> None:
         self.stage = loss_stage(plan)
-        self.counted = plan.targets
+        self.counted, self.is_sum = plan.targets, plan.loss_is_sum
         self._weights: Tensor | None = None
         if plan.targets is not None and plan.targets.class_weights and self.stage in modules:
             self._weights = modules[self.stage].get_buffer(plan.targets.class_weights)
@@ -72,10 +73,12 @@ class LossTargets:
         assert self._criterion is not None
         if not self.is_open:
             return self._criterion(outputs, target)
-        with _Means() as means:
+        with _Losses() as losses:
             loss = self._criterion(outputs, target)
-        self.counted, self._weights = _counted(loss, means.calls, target)
-        self.is_open, self._looks = False, _LOOKS * bool(means.calls)
+        call = _only_call(loss, losses.calls)
+        self.is_sum = call is not None and call.arguments["reduction"] == "sum"
+        self.counted, self._weights = _counted(call, target)
+        self.is_open, self._looks = False, 0 if self.is_sum else _LOOKS * bool(losses.calls)
         return loss
 
     def of(self, values: Values) -> float | None:
@@ -114,40 +117,55 @@ class LossTargets:
             )
 
 
-class _Means(TorchFunctionMode):
-    """Inside, keeps the results and arguments of the functions that may be means over targets."""
+class _Call(NamedTuple):
+    """A call of a loss function of torch."""
+
+    function: Any
+    arguments: Mapping[str, Any]
+    result: Tensor
+
+
+class _Losses(TorchFunctionMode):
+    """Inside, keeps the calls of loss functions of torch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Tensor, Mapping[str, Any]]] = []
+        self.calls: list[_Call] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in (F.cross_entropy, F.nll_loss):
+        if getattr(func, "__module__", "") == F.__name__:
             arguments = signature(func).bind(*args, **(kwargs or {}))
             arguments.apply_defaults()
-            self.calls.append((result, arguments.arguments))
+            if "reduction" in arguments.arguments:
+                self.calls.append(_Call(func, arguments.arguments, result))
         return result
 
 
-def _counted(
-    loss: Any, calls: Sequence[tuple[Tensor, Mapping[str, Any]]], target: Tensor
-) -> tuple[CountedTargets | None, Tensor | None]:
+def _only_call(loss: Any, calls: Sequence[_Call]) -> _Call | None:
+    """The call whose result is the loss, if there is no other."""
+    if len(calls) != 1 or not isinstance(loss, Tensor) or loss.is_complex():
+        return None
+    result, own = calls[0].result.detach(), loss.detach()
+    if result.numel() != 1 or own.numel() != 1:
+        return None
+    own = own.to(result).reshape(result.shape)
+    # The mean over no targets is not a number.
+    return calls[0] if torch.allclose(result, own, 0, 0, equal_nan=True) else None
+
+
+def _counted(call: _Call | None, target: Tensor) -> tuple[CountedTargets | None, Tensor | None]:
     """The targets that a criterion counts and the weights of their classes, if its loss is the mean
-    of a single call over all of them, or over all but the first position."""
-    if len(calls) != 1 or not isinstance(loss, Tensor) or loss.shape or loss.is_complex():
+    over all of them, or over all but the first position."""
+    if call is None or call.function not in (F.cross_entropy, F.nll_loss):
         return None, None
-    ((mean, arguments),) = calls
-    read, weights = arguments["target"], arguments["weight"]
-    if not is_mean(arguments) or read.is_floating_point():
-        return None, None
-    # Without a target that counts, the mean is not a number.
-    if not torch.allclose(mean.detach(), loss.detach().to(mean), 0, 0, equal_nan=True):
+    read, weights = call.arguments["target"], call.arguments["weight"]
+    if not is_mean(call.arguments) or read.is_floating_point():
         return None, None
     for moved in (None, *range(min(2, target.dim()))[::-1]):
-        counted = CountedTargets(TARGET, arguments["ignore_index"], moved)
+        counted = CountedTargets(TARGET, call.arguments["ignore_index"], moved)
         if torch.equal(counted.read(target).flatten().to(read), read.flatten()):
             return counted, None if weights is None else weights.detach()
     return None, None
@@ -195,6 +213,8 @@ class LossWeights:
         self._count(index, fed)
         if self._of.in_all > 1:
             self._targets.warn_of_ignored(fed)
+        if self._targets.is_sum:
+            return loss * float(self._divisors[index])
         if not (total := self._totals[index // self._of.of_step]):
             return loss
         count = self._counts[index]
@@ -203,9 +223,20 @@ class LossWeights:
             return torch.zeros_like(loss)
         return loss if factor == 1 else loss * float(factor)
 
+    def reported(self, index: int, loss: Tensor, fed: Values) -> tuple[Tensor, float | None]:
+        """The loss of a micro-batch that an observer gets, and the targets that it is the mean of;
+        None for the mean over samples."""
+        if self._own:
+            return loss, None
+        if self._targets.is_sum:
+            return loss / max(1, self._samples[index]), None
+        return loss, self._targets.of(fed)
+
     def divisor(self, action: Action) -> int | Fraction | None:
         """The divisor of the mean loss of a micro-batch; None if none of its targets count."""
         index = action.index
+        if self._targets.is_sum:
+            return 1
         total = self._totals.get(index // self._of.of_step)
         if action.stage != self._targets.stage or not total:
             return self._divisors[index]

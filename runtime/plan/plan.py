@@ -248,7 +248,7 @@ _USUAL: Mapping[str, Any] = MappingProxyType(
     {
         "mode": "both",
         "tensor_parallel": 1,
-        "draws_numbers": False,
+        **dict.fromkeys(("draws_numbers", "loss_is_sum"), False),
         "trains": True,
         **dict.fromkeys(("number", "unshared", "next_labels", "targets"), None),
         **dict.fromkeys(("left_out", "layouts", "changes", "changes_trained"), ()),
@@ -272,6 +272,7 @@ class Plan:
     loss: the name of the output value that is the loss; None with a criterion outside the model
     next_labels: the input whose label at a position has to be the next token; None without one
     targets: the targets over which the loss is the mean; None if it is over samples
+    loss_is_sum: the loss is a sum over samples instead
     criterion: the criterion outside the model
     stages: the stages in order
     shared: the parameters with several names or on several stages
@@ -334,6 +335,7 @@ class Plan:
     left_out: tuple[str, ...] = ()
     next_labels: str | None = None
     targets: CountedTargets | None = None
+    loss_is_sum: bool = False
     constants: tuple[str, ...] = ()
     mode: str = "both"
     tensor_parallel: int = 1
@@ -342,8 +344,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """The share by which the objective is above its proven lower bound (0.02 is 2%). The
-        objective is the bottleneck, or the step of a synchronous schedule."""
+        """The share by which the bottleneck or the synchronous step is above its proven bound."""
         if self.setting.schedule in ASYNCHRONOUS:
             return self.bottleneck_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
         bound_ms = self.setting.step_bound_ms
@@ -412,11 +413,8 @@ class Plan:
 
 
 def read_plan(folder: str | Path) -> Plan:
-    """Reads `plan.json` of a generated folder.
-
-    Raises PlanError if the folder or the file is missing, if this version cannot read it, or if the
-    plan contradicts itself.
-    """
+    """Reads `plan.json` of a generated folder. Raises PlanError if the folder or the file is
+    missing, if this version cannot read it, or if the plan contradicts itself."""
     path = Path(folder) / "plan.json"
     if not path.is_file():
         problem = "has no plan.json" if path.parent.is_dir() else "does not exist"

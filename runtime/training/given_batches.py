@@ -113,14 +113,15 @@ def gather_outputs(
     plan: Plan,
     of_micro_batch: Mapping[int, Mapping[str, Tensor]],
     sizes: Sequence[Mapping[str, int]],
-    weights: Sequence[float | None] = (None,),
+    weights: Sequence[float | None] = (),
 ) -> Any:
     """The output of a whole batch, in the model's structure, out of those of its micro-batches in
     their order; None if this rank makes none.
 
-    Tensors with a batch are joined along it; of a loss the result is the mean by the weights of the
-    micro-batches, by default their samples, and of another tensor without a batch those of all
-    micro-batches, stacked.
+    Tensors with a batch are joined along it; of a loss that is weighted already the result is the
+    mean over samples, of another one the mean by the weights of the micro-batches (None for their
+    samples) or their sum, and of another tensor without a batch those of all micro-batches,
+    stacked.
     """
     if not of_micro_batch:
         return None
@@ -134,10 +135,12 @@ def gather_outputs(
         if dim is not None:
             joined[name] = torch.cat(parts, dim)
         elif name == plan.loss:
-            of_each = samples if None in weights else weights
+            of_each = weights if weights and None not in weights else samples
             shares = torch.tensor(of_each, dtype=parts[0].dtype, device=parts[0].device)
             losses = torch.stack(parts).flatten()
-            joined[name] = (losses * shares)[shares > 0].sum() / shares.sum()
+            is_plain = bool(weights) and plan.loss_is_sum
+            mean = (losses * shares)[shares > 0].sum() / shares.sum()
+            joined[name] = losses.sum() if is_plain else mean
         else:
             joined[name] = parts[0] if len(parts) == 1 else torch.stack(parts)
     return rebuilt(plan.outputs, joined, {**plan.sizes, **sizes[0], "batch": sum(samples)})

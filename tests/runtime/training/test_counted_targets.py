@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, log_softmax, nll_loss
+from torch.nn.functional import binary_cross_entropy, cross_entropy, log_softmax, nll_loss
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -314,6 +314,81 @@ def test_late_gradients_are_weighted_alike(logits_folder: tuple[nn.Module, Path]
     assert len(set(losses[0])) == 6
 
 
+class Autoencoder(nn.Module):
+    """Its loss is a sum over samples, as of most variational autoencoders."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.kind, self.loss = kind, nn.MSELoss(reduction="sum")
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.encode(x))
+        made = torch.sigmoid(self.decode(hidden))
+        kept = -0.5 * torch.sum(1 + hidden - hidden.pow(2) - hidden.exp())
+        match self.kind:
+            case "sum":
+                return {"loss": binary_cross_entropy(made, x, reduction="sum") + kept}
+            case "multiple":
+                return {"loss": (self.loss(made, x) + 4 * kept) / 10}
+            case "mean":
+                return {"loss": (self.loss(made, x) + kept) / len(x)}
+            case "per number":
+                return {"loss": ((made - x) ** 2).sum() / x.numel()}
+        return {"loss": self.loss(made, x).float() + self.encode.weight.pow(2).sum()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_sum"), [("sum", True), ("multiple", True), ("mean", False), ("per number", False)]
+)
+def test_a_sum_over_samples_is_that_of_the_whole_batch(
+    kind: str, is_sum: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, batch = Autoencoder(kind), {"x": torch.rand(8, 6)}
+    options: dict[str, Any] = {"stages": 2, "profile": "analytic", "output": tmp_path / "stages"}
+    plan = asyncpipe.partition(model, batch, **options)
+    assert plan.loss_is_sum == is_sum and not plan.notes
+    loss, gradients = plain(model, batch)
+    for micro_batches in (4, 3):
+        pipe = asyncpipe.Pipeline(tmp_path / "stages", micro_batches=micro_batches)
+        result = pipe.step(batch, outputs=True)
+        assert result.loss == pytest.approx(loss, rel=1e-6)
+        assert float(result.outputs["loss"]) == pytest.approx(loss, rel=1e-6)
+        assert_gradients(pipe, gradients)
+        evaluated = pipe.evaluate([batch]).loss * (8 if is_sum else 1)
+        assert evaluated == pytest.approx(loss, rel=1e-6)
+        (predicted,) = pipe.predict([batch])
+        assert float(predicted["loss"]) == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_loss_with_a_sum_and_other_terms_is_noted(tmp_path: Path) -> None:
+    x = {"x": torch.rand(8, 6)}
+    options: dict[str, Any] = {"stages": 2, "profile": "analytic", "output": tmp_path / "stages"}
+    plan = asyncpipe.partition(Autoencoder("with weights"), x, **options)
+    assert not plan.loss_is_sum
+    assert plan.notes[0].startswith("the loss adds up over samples in a part of its terms")
+
+
+def test_a_criterion_that_adds_up_does_so_over_the_batch(
+    logits_folder: tuple[nn.Module, Path],
+) -> None:
+    model, folder = logits_folder
+    ids, target = masked()
+    model.zero_grad()
+    loss = cross_entropy(model(ids).mT, target, reduction="sum")
+    loss.backward()
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+    pipe = asyncpipe.Pipeline(
+        folder, loss=lambda o, t: cross_entropy(o.mT, t, reduction="sum"), micro_batches=3
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*targets of -100")
+        assert pipe.step((ids, target)).loss == pytest.approx(loss.item(), rel=1e-6)
+    assert_gradients(pipe, {key: each for key, each in gradients.items() if each is not None})
+    assert pipe.evaluate([(ids, target)]).loss * 8 == pytest.approx(loss.item(), rel=1e-6)
+
+
 OWN = """
 import torch
 from torch.nn.functional import cross_entropy
@@ -340,6 +415,10 @@ def stream():
 
 def own(outputs, target):
     return cross_entropy(outputs, target)
+
+
+def total(outputs, target):
+    return cross_entropy(outputs, target, reduction="sum")
 
 
 def mean_of_all(outputs, target):
@@ -379,6 +458,7 @@ UNEVEN: dict[str, Any] = {"samples": 38, "remainder": "proportional"}
     [
         ("mlp", {"schedule": "1f1b", "micro_batches": 4}),
         ("mlp", {"replicas": 2, "micro_batches": 2, "check_replicas": 1}),
+        ("mlp", {"replicas": 2, "micro_batches": 2, "criterion": "own.py:total"}),
         ("mlp", {"replicas": 2, "micro_batches": 2, "workers": 1, "criterion": "cross_entropy"}),
         ("last", {"schedule": "1f1b", "micro_batches": 4}),
     ],
@@ -386,9 +466,11 @@ UNEVEN: dict[str, Any] = {"samples": 38, "remainder": "proportional"}
 def test_all_ranks_together_train_as_one_process(
     folders: Path, tmp_path: Path, name: str, given: dict[str, Any]
 ) -> None:
-    for output, more in (("one", {"schedule": "single", "micro_batches": 4}), ("more", given)):
-        folder = folders / ("mlp" if output == "one" else name)
-        run(settings(folder, tmp_path / output, **UNEVEN, **more), FACTORY)
+    if (own := given.get("criterion", "own.py:own")).startswith("own.py"):
+        given = given | {"criterion": f"{folders}/{own}"}
+    one = {"schedule": "single", "micro_batches": 4, "criterion": given["criterion"]}
+    run(settings(folders / "mlp", tmp_path / "one", **UNEVEN, **one), FACTORY)
+    run(settings(folders / name, tmp_path / "more", **UNEVEN, **given), FACTORY)
     assert_same_training(tmp_path / "one", tmp_path / "more", PlainMlp())
 
 
