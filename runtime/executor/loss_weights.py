@@ -88,16 +88,21 @@ class LossTargets:
             return None
         return self.counted.number(values, self._weights)
 
-    def total_of_copies(self, number: float) -> float:
-        """The targets that count in all replicas; 0 if the loss of one is known to count none. Once
-        that is so of all, they no longer ask each other."""
+    @property
+    def weighs(self) -> bool:
+        """True unless micro-batches are weighted by their samples alone."""
+        return self.is_sum or self.counted is not None
+
+    def of_copies(self, number: float, samples: float) -> tuple[float, float]:
+        """The targets that count and the samples of a step in all replicas; no targets if the loss
+        of one is known to count none. Once that is so of all, they no longer ask each other."""
         assert self.sum_of_copies is not None
-        is_other = self.counted is None and not self.is_open
-        content = torch.tensor([number, is_other, 1], dtype=torch.float64)
-        total, others, copies = self.sum_of_copies(content).tolist()
+        is_other = not self.weighs and not self.is_open
+        content = torch.tensor([number, samples, is_other, 1], dtype=torch.float64)
+        total, present, others, copies = self.sum_of_copies(content).tolist()
         if others == copies:
             self.sum_of_copies = None
-        return 0 if others else float(total)
+        return 0.0 if others else float(total), float(present)
 
     def warn_of_ignored(self, values: Values) -> None:
         """Warns once of targets to be ignored, in the first micro-batches, if the loss is not known
@@ -197,7 +202,7 @@ class LossWeights:
             if action.kind == "F" and action.stage == targets.stage:
                 self._own[action.index // numbers.of_step].append(action.index)
         self._counts: dict[int, float] = {}
-        self._totals: dict[int, float] = {}
+        self._steps: dict[int, tuple[Fraction, Fraction]] = {}
 
     def before(self, action: Action) -> None:
         """Counts the targets of a step before its first forward at the stage, if it is known by
@@ -213,14 +218,13 @@ class LossWeights:
         self._count(index, fed)
         if self._of.in_all > 1:
             self._targets.warn_of_ignored(fed)
-        if self._targets.is_sum:
-            return loss * float(self._divisors[index])
-        if not (total := self._totals[index // self._of.of_step]):
+        total, present = self._steps[index // self._of.of_step]
+        if not total:
             return loss
-        count = self._counts[index]
-        factor = Fraction(count) / Fraction(total) * self._divisors[index]
-        if not count:
+        if not (count := self._counts[index]):
             return torch.zeros_like(loss)
+        factor = (1 if self._targets.is_sum else Fraction(count) / total) * present
+        factor /= self._samples[index]
         return loss if factor == 1 else loss * float(factor)
 
     def reported(self, index: int, loss: Tensor, fed: Values) -> tuple[Tensor, float | None]:
@@ -235,33 +239,43 @@ class LossWeights:
     def divisor(self, action: Action) -> int | Fraction | None:
         """The divisor of the mean loss of a micro-batch; None if none of its targets count."""
         index = action.index
-        if self._targets.is_sum:
-            return 1
-        total = self._totals.get(index // self._of.of_step)
+        total, present = self._steps.get(index // self._of.of_step, (Fraction(0), Fraction(0)))
         if action.stage != self._targets.stage or not total:
             return self._divisors[index]
-        count = self._counts.pop(index)
-        return Fraction(total) / Fraction(count) if count else None
+        if not (count := self._counts.pop(index)):
+            return None
+        if self._targets.is_sum:
+            return 1
+        # A step with fewer samples than others counts in proportion.
+        share = Fraction(self._divisors[index]) * self._samples[index] / present
+        divisor = share * total / Fraction(count)
+        # Weights of classes are any numbers of floating point; a tensor is divided by 64 bits.
+        return divisor if divisor.denominator < 1 << 32 else Fraction(float(divisor))
 
     def _count(self, index: int, fed: Values) -> None:
         """Counts the targets of the step of a micro-batch, once; `fed` are its own values."""
-        step, targets, total = index // self._of.of_step, self._targets, 0.0
-        if step in self._totals:
+        step, targets = index // self._of.of_step, self._targets
+        if step in self._steps:
             return
-        self._totals[step] = 0
-        own = self._own[step]
-        is_whole = len(own) == self._of.in_all
-        if len(own) == 1 if is_whole else targets.sum_of_copies is None:
-            return
-        if targets.counted is not None:
-            for each in sorted(own):
-                if not self._samples[each]:
-                    continue
-                is_fed = each == index and bool(fed)
-                values = fed if is_fed else self._feed.unplaced(self._of.number(each))
-                self._counts[each] = count = targets.of(values) or 0.0
+        own = [each for each in sorted(self._own[step]) if self._samples[each]]
+        present: float = sum(self._samples[each] for each in own)
+        is_whole = len(self._own[step]) == self._of.in_all
+        total = 0.0
+        is_known = len(own) == 1 and not targets.is_sum if is_whole else not targets.sum_of_copies
+        if targets.weighs and not is_known:
+            for each in own:
+                self._counts[each] = count = self._number(each, fed if each == index else {})
                 total += count
-        self._totals[step] = total if is_whole else targets.total_of_copies(total)
+        if not is_whole and targets.sum_of_copies is not None:
+            total, present = targets.of_copies(total, present)
+        self._steps[step] = Fraction(total), Fraction(present)
+
+    def _number(self, index: int, fed: Values) -> float:
+        """The weight of a micro-batch: its targets that count, or its samples."""
+        if self._targets.is_sum:
+            return self._samples[index]
+        values = fed or self._feed.unplaced(self._of.number(index))
+        return self._targets.of(values) or 0.0
 
 
 def loss_divisors(

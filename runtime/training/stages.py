@@ -414,10 +414,11 @@ def _targets(
             return setup.world.sum_of_copies(own)
 
     is_given = setup.job.config.data == GIVEN
+    has_copies = setup.world.data_parallel_group is not None and setup.job.config.has_network
     return LossTargets(
         setup.job.plan,
         modules,
         criterion,
-        sum_of_copies=added if setup.world.data_parallel_group else None,
+        sum_of_copies=added if has_copies else None,
         warn=warnings.warn if is_given else partial(setup.board.post, WARNING),
     )

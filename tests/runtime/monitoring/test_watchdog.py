@@ -22,6 +22,7 @@ from asyncpipe.tests.support.models.hand_folders import write_mlp
 from asyncpipe.tests.support.processes.silent_reporter import events_of
 
 SLEEPY_DATA = """
+import os
 import time
 import torch
 
@@ -30,7 +31,7 @@ class Samples:
         return 64
 
     def __getitem__(self, index):
-        if index == 40:
+        if index == 40 and os.environ["RANK"] == "0":
             time.sleep(600)
         return {"x": torch.randn(16), "target": torch.tensor(index % 4)}
 

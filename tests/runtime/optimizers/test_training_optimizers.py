@@ -259,7 +259,7 @@ def test_a_loss_that_is_no_number_ends_the_run(
 
     def step(version: int, loss: Tensor) -> None:
         for micro_batch in (2 * version - 2, 2 * version - 1):
-            observer.on_loss(micro_batch, loss)
+            observer.on_loss(micro_batch, loss, None)
         observer.on_step(0, version)
         observer.on_step(1, version)
 
@@ -277,7 +277,7 @@ def test_a_gradient_that_is_no_number_ends_a_clipped_run_before_its_step(
     assert modules[1].norm.bias.grad is not None
     modules[1].norm.bias.grad[3] = math.inf
     before = modules[0].inner.bias.clone()
-    observer.on_loss(0, torch.tensor(3.21))
+    observer.on_loss(0, torch.tensor(3.21), None)
     for stage in modules:
         observer.on_gradients(stage, 1)
     observer.on_step(0, 1)
@@ -299,7 +299,7 @@ def test_a_clipped_run_says_that_the_loss_is_no_number_rather_than_its_gradients
         for module in modules.values():
             for parameter in module.parameters():
                 parameter.grad = torch.full_like(parameter, loss)
-        observer.on_loss(2 * version - 2, torch.tensor(loss))
+        observer.on_loss(2 * version - 2, torch.tensor(loss), None)
         for stage in modules:
             observer.on_gradients(stage, version)
         observer.on_step(0, version)

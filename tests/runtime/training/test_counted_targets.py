@@ -474,23 +474,24 @@ def test_all_ranks_together_train_as_one_process(
     assert_same_training(tmp_path / "one", tmp_path / "more", PlainMlp())
 
 
-def test_one_process_trains_as_the_plain_loop(folders: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", ["stream", "data"])
+def test_one_process_trains_as_the_plain_loop(folders: Path, tmp_path: Path, data: str) -> None:
     given = {"schedule": "single", "micro_batches": 4, "clip": 0.0, "decay": "none"}
-    given |= {"optimizer": "sgd", "momentum": 0.0, "lr": 0.1}
+    given |= {"optimizer": "sgd", "momentum": 0.0, "lr": 0.1} | (UNEVEN if data == "data" else {})
     own = folders / "own.py"
-    run(settings(folders / "mlp", tmp_path / "run", data=f"{own}:stream", **given), FACTORY)
+    run(settings(folders / "mlp", tmp_path / "run", data=f"{own}:{data}", **given), FACTORY)
     scope: dict[str, Any] = {}
     exec(own.read_text(), scope)  # the text above
     x, y = scope["X"].double(), scope["Y"]
     model = asyncpipe.load(folders / "mlp").double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for step in range(3):
-        rows = slice(16 * step, 16 * step + 16)
+    for step, samples in enumerate((16, 16, 6 if data == "data" else 16)):
+        rows = slice(16 * step, 16 * step + samples)
         loss = cross_entropy(model(x[rows]), y[rows])
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
-        optimizer.step()
+        # Of a smaller step the gradient and the learning rate count in proportion.
+        torch.optim.SGD(model.parameters(), lr=0.1 * (samples / 16) ** 2).step()
         losses.append(loss.item())
     found = [line["loss"] for line in events_of(tmp_path / "run", "step")]
     assert found == pytest.approx(losses, rel=1e-9)
