@@ -106,7 +106,8 @@ def _contradictions(plan: Plan) -> Iterator[str]:
 def _targets(plan: Plan, targets: CountedTargets) -> Iterator[str]:
     inputs = plan.inputs
     yield from _unknown("its loss counts", [targets.input], [spec.name for spec in inputs])
-    buffers = {name for stage in plan.stages for name in stage.buffers}
+    makers = [stage for stage in plan.stages if plan.loss in stage.outputs]
+    buffers = {name for stage in makers for name in stage.buffers}
     yield from _unknown("its loss has the weights", filter(None, [targets.class_weights]), buffers)
     dims = [len(spec.shape) for spec in inputs if spec.name == targets.input]
     if targets.moved is not None and dims and not 0 <= targets.moved < dims[0]:

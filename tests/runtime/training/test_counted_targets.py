@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy, cross_entropy, log_softmax, nll_loss
+from torch.nn.functional import binary_cross_entropy, cross_entropy, log_softmax, nll_loss, pad
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -188,7 +188,14 @@ class Chosen(NextTokens):
         return {"loss": cross_entropy(logits.flatten(0, 1), kept, ignore_index=-1)}
 
 
-@pytest.mark.parametrize("kind", [MadeTwice, EverySecond, Chosen])
+class PadsFirst(NextTokens):
+    def forward(self, idx: Tensor, targets: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = self.head(torch.tanh(self.inner(self.embed(idx))))
+        kept = pad(targets, (1, 0), value=-1)[:, 1:].flatten()
+        return {"loss": cross_entropy(logits.flatten(0, 1), kept, ignore_index=-1)}
+
+
+@pytest.mark.parametrize("kind", [MadeTwice, EverySecond, Chosen, PadsFirst])
 def test_targets_that_cannot_be_counted_from_an_input_are_not_guessed(
     kind: type[nn.Module], tmp_path: Path
 ) -> None:
@@ -262,6 +269,26 @@ def test_a_criterion_that_is_one_cross_entropy_has_those_of_the_whole_batch_too(
     evaluated = pipe.evaluate([(ids, target), (ids[:4], torch.full_like(target[:4], -100))])
     assert evaluated.loss == pytest.approx(loss.item(), rel=1e-6)
     assert pipe.step((ids, target)).loss == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_a_micro_batch_whose_classes_have_no_weight_changes_nothing(
+    logits_folder: tuple[nn.Module, Path],
+) -> None:
+    # Its own loss and gradients are not numbers: no weight divided by none.
+    model, folder = logits_folder
+    ids, target = masked()
+    target[:2], weights = 5, CLASS_WEIGHTS.clone().index_fill(0, torch.tensor([5]), 0.0)
+
+    def weighted(logits: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(logits.mT, target, weights)
+
+    model.zero_grad()
+    loss = weighted(model(ids), target)
+    loss.backward()
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+    pipe = asyncpipe.Pipeline(folder, loss=weighted, micro_batches=4)
+    assert pipe.step((ids, target)).loss == pytest.approx(loss.item(), rel=1e-6)
+    assert_gradients(pipe, {key: each for key, each in gradients.items() if each is not None})
 
 
 @pytest.mark.parametrize(
@@ -520,6 +547,16 @@ def test_a_run_warns_of_a_loss_that_is_not_known_to_count_its_targets(
     run(settings(folders / "mlp", tmp_path / "run", criterion=f"{own}:by_hand"), FACTORY)
     warned = [text for text in events_of(tmp_path / "run", "warning") if "-100" in text]
     assert len(warned) == 1 and warned[0].startswith("target has targets of -100, but the loss is")
+
+
+def test_the_weights_of_classes_are_in_the_stage_of_the_loss(tmp_path: Path) -> None:
+    _, tokens, counted = MODELS["class_weights"]
+    options: dict[str, Any] = {"stages": 2, "profile": "analytic", "output": tmp_path / "stages"}
+    plan = asyncpipe.partition(ClassWeights(), batch_of(tokens, counted), **options)
+    first, last = plan.stages
+    elsewhere = replace(first, buffers=last.buffers), replace(last, buffers=())
+    wrong = contradiction(replace(plan, stages=elsewhere))
+    assert wrong == "its loss has the weights loss.weight, which does not exist"
 
 
 @pytest.mark.parametrize(
