@@ -80,7 +80,8 @@ def counted_targets(capture: Capture, loss: str | None) -> CountedTargets | None
     is_buffer = isinstance(weights, fx.Node) and weights.op == "get_attr"
     name = str(weights.target) if is_buffer else ""
     is_known = name in dict(capture.model.named_buffers())
-    return CountedTargets(read[0], ignored, read[1], name) if is_known else None
+    smoothed = bool(arguments.get("label_smoothing"))
+    return CountedTargets(read[0], ignored, read[1], name, smoothed) if is_known else None
 
 
 def _read(target: Any, ignored: int) -> tuple[str, int | None] | None:
@@ -186,9 +187,9 @@ def _arguments(capture: Capture, node: fx.Node) -> Mapping[str, Any] | None:
         module = capture.model.get_submodule(str(node.target))
         if not isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss):
             return None
-        names = ("weight", "ignore_index", "reduction")
+        names = ("weight", "ignore_index", "reduction", "label_smoothing")
         given = dict(zip(("input", "target"), node.args, strict=False)) | node.kwargs
-        return {**given, **{name: getattr(module, name) for name in names}}
+        return {**given, **{name: getattr(module, name, None) for name in names}}
     if node.op != "call_function" or node.target not in _MEANS:
         return None
     return signature(node.target).bind(*node.args, **node.kwargs).arguments

@@ -170,7 +170,8 @@ def _counted(call: _Call | None, target: Tensor) -> tuple[CountedTargets | None,
     if not is_mean(call.arguments) or read.is_floating_point():
         return None, None
     for moved in (None, *range(min(2, target.dim()))[::-1]):
-        counted = CountedTargets(TARGET, call.arguments["ignore_index"], moved)
+        smoothed = weights is not None and bool(call.arguments.get("label_smoothing"))
+        counted = CountedTargets(TARGET, call.arguments["ignore_index"], moved, smoothed=smoothed)
         if torch.equal(counted.read(target).flatten().to(read), read.flatten()):
             return counted, None if weights is None else weights.detach()
     return None, None

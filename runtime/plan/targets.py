@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..errors import DataError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -27,16 +29,18 @@ class CountedTargets:
     moved: the dimension whose first targets the loss does not read, because it compares each result
         with the target after it; None if it reads all
     class_weights: the buffer of the model with the weight of each class; None if all count alike
+    smoothed: there are weights and label smoothing, which gives classes without weight a loss too
     """
 
     input: str
     ignored: int
     moved: int | None = None
     class_weights: str | None = None
+    smoothed: bool = False
 
     def number(self, values: Mapping[str, Tensor], weights: Tensor | None = None) -> float:
         """The number of a micro-batch's targets that count, or the sum of the weights of their
-        classes.
+        classes. Raises DataError where the loss cannot be weighted by it.
 
         >>> from torch import tensor
         >>> CountedTargets("labels", -100, moved=1).number({"labels": tensor([[3, 4, -100]])})
@@ -46,7 +50,14 @@ class CountedTargets:
         counts = targets != self.ignored
         if weights is None:
             return int(counts.sum())
-        return float(weights[targets[counts].to(weights.device)].sum())
+        number = float(weights[targets[counts].to(weights.device)].sum())
+        if self.smoothed and not number and bool(counts.any()):
+            raise DataError(
+                f"{self.input} of a micro-batch has only classes of weight 0. Label smoothing "
+                "gives these a loss, which divided by their weight is not a number.",
+                "Give larger micro-batches, a small weight, or no label smoothing.",
+            )
+        return number
 
     def read(self, targets: Tensor) -> Tensor:
         """The targets that the loss reads."""

@@ -24,6 +24,7 @@ from transformers import (
 
 import asyncpipe
 from asyncpipe.runtime.config.settings import Settings
+from asyncpipe.runtime.errors import AsyncPipeError
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.plan.targets import CountedTargets
 from asyncpipe.runtime.plan.validate import contradiction
@@ -289,6 +290,23 @@ def test_a_micro_batch_whose_classes_have_no_weight_changes_nothing(
     pipe = asyncpipe.Pipeline(folder, loss=weighted, micro_batches=4)
     assert pipe.step((ids, target)).loss == pytest.approx(loss.item(), rel=1e-6)
     assert_gradients(pipe, {key: each for key, each in gradients.items() if each is not None})
+
+
+def test_a_smoothed_loss_that_no_weight_divides_is_refused(
+    logits_folder: tuple[nn.Module, Path],
+) -> None:
+    ids, target = masked()
+    target[:2], weights = 5, CLASS_WEIGHTS.clone().index_fill(0, torch.tensor([5]), 0.0)
+
+    def smoothed(logits: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(logits.mT, target, weights, label_smoothing=0.1)
+
+    pipe = asyncpipe.Pipeline(logits_folder[1], loss=smoothed, micro_batches=4)
+    with pytest.raises(AsyncPipeError, match="target of a micro-batch has only classes of weight"):
+        pipe.step((ids, target))
+    pipe = asyncpipe.Pipeline(logits_folder[1], loss=smoothed, micro_batches=2)
+    loss = smoothed(logits_folder[0](ids), target)
+    assert pipe.step((ids, target)).loss == pytest.approx(loss.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
