@@ -14,11 +14,28 @@ _MD, _H = "stash+msnag+delay-rate", "stash+hidden-delay-rate"
 _PH = "stash+partial-gradient+hidden-delay-rate"
 _FARTHEST = Case("text", 8, 1, 5000)
 _B = "betas=0.95/0.9"
+_S, _SD = "stash+spike-compensation", "stash+delay-rate+spike-compensation"
+_SH = "stash+hidden-delay-rate+spike-compensation"
 _A = "stash+gap-aware-activations"
 _LARGE, _LARGE_1 = Case("large", 8, 8), Case("large", 8, 1)
 _LARGE_FAR, _LARGE_FARTHEST = (Case("large", 8, 1, steps) for steps in (1200, 5000))
 _LARGE_LONG = Case("large", 8, 8, 5000)
 TUNED: tuple[tuple[Case, str, float, tuple[int, ...]], ...] = (
+    (_NEAR, f"{_S}:adamw", 0.01, (1, 2, 3)),
+    (_NEAR, f"{_S}:adamw", 0.003, (1,)),
+    (_NEAR, f"{_S}:adamw", 0.03, (1,)),
+    (_NEAR, f"{_SH}:muon,momentum=0.8,{_B}", 0.03, (1, 2, 3)),
+    (_NEAR, f"{_SH}:muon,momentum=0.9,{_B} {_SH}:muon,{_B}", 0.03, (1,)),
+    (_NEAR, f"{_SD}:muon,momentum=0.9 {_SD}:muon", 0.03, (1,)),
+    (_NEAR, f"{_SD}:muon,momentum=0.9 {_SD}:muon,momentum=0.5", 0.06, (1,)),
+    (_NEAR, f"{_S}:muon", 0.01, (1,)),
+    (_SHORT, f"{_S}:adamw", 0.003, (1, 2, 3)),
+    (_SHORT, f"{_S}:adamw", 0.01, (1,)),
+    (_SHORT, f"{_SD}:muon,momentum=0.9", 0.03, (1, 2, 3)),
+    (_SHORT, f"{_S}:muon,momentum=0.9 {_SD}:muon", 0.03, (1,)),
+    (_SHORT, f"{_SD}:muon,momentum=0.9", 0.06, (1,)),
+    (_BETWEEN, f"{_S}:adamw", 0.003, (1, 2)),
+    (_BETWEEN, f"{_SD}:muon,momentum=0.9", 0.03, (1,)),
     (_LARGE, f"sync:muon,momentum=0.9 {_PD}:muon,momentum=0.9", 0.03, (1, 2, 3)),
     (_LARGE, f"sync:muon,momentum=0.9 {_PD}:muon,momentum=0.9", 0.01, (1, 2, 3)),
     (_LARGE, "sync:muon,momentum=0.9", 0.003, (1,)),

@@ -62,6 +62,8 @@ class OptimizerFacts:
     """`delay-rate` and `hidden-delay-rate` lowered losses as well."""
     known_step_sizes: bool = False
     """The size of its steps follows from its state (`staleness/step_sizes.py`)."""
+    known_response: bool = False
+    """Its momentum can give late gradients more weight (`spike-compensation`)."""
     timed_as: str | None = None
     """The optimizer whose step is timed in its place when a plan is made."""
     smaller: tuple[str, ...] = ()
@@ -111,6 +113,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             predicted=True,
             recommended_to_predict=True,
             known_step_sizes=True,
+            known_response=True,
             smaller=_SMALLER_THAN_ADAM,
         ),
         "adam": OptimizerFacts(
@@ -122,6 +125,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             adam_moments=True,
             predicted=True,
             known_step_sizes=True,
+            known_response=True,
             smaller=_SMALLER_THAN_ADAM,
         ),
         "nadam": OptimizerFacts(
@@ -148,6 +152,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             plain_sgd=True,
             predicted=True,
             known_step_sizes=True,
+            known_response=True,
         ),
         "sutskever": OptimizerFacts(
             code=".soap:Sutskever",
@@ -171,6 +176,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             predicted=True,
             recommended_to_predict=True,
             recommended_to_slow=True,
+            known_response=True,
             # Steps as large as AdamW's, so that one learning rate is right for both.
             arguments={"adjust_lr_fn": "match_rms_adamw"},
             momentum=0.95,

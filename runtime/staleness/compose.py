@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from ..errors import ScheduleError
 from ..formatting import did_you_mean
-from ..optimizers.facts import OPTIMIZERS, facts_of
+from ..optimizers.facts import OPTIMIZERS, facts_of, in_words
 from .average import MovingAverage
 from .gradient_corrections import (
     AdaptivelyCompensated,
@@ -149,14 +149,19 @@ class Conditions:
         return -(-self.ahead // self.step_every)
 
 
-_OF_WHOLE_STATE = frozenset[Need]({"sgd's momentum", "known step sizes", "update rule"})
+_OF_WHOLE_STATE = frozenset[Need]({"response to gradients", "known step sizes", "update rule"})
 """The requirements of methods that read the optimizer's state of all weights within a step."""
 _KNOWN_STEP_SIZES = [name for name, facts in OPTIMIZERS.items() if facts.known_step_sizes]
+_KNOWN_RESPONSES = [name for name, facts in OPTIMIZERS.items() if facts.known_response]
 _OF_OPTIMIZERS: Mapping[Need, tuple[Callable[[Conditions], bool], str, str]] = {
-    "sgd's momentum": (
-        lambda run: facts_of(run.optimizer).plain_sgd and _has_plain_momentum(run),
-        "changes the step of sgd with momentum",
-        "--optimizer sgd --momentum 0.9",
+    "response to gradients": (
+        lambda run: (
+            facts_of(run.optimizer).known_response
+            and not _is_without_momentum(run)
+            and not run.nesterov
+        ),
+        f"changes the momentum of {in_words(_KNOWN_RESPONSES)}",
+        "--optimizer adamw, or --momentum 0.9 with sgd.",
     ),
     "known step sizes": (
         lambda run: facts_of(run.optimizer).known_step_sizes and not run.nesterov,

@@ -11,8 +11,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.optim import Adam, Muon
+from torch.optim._muon import _adjust_lr
 
 from ..tensor_files import as_real
+from .prediction import orthogonal
 from .protocol import BackwardReads, StageContext, Staleness, State, VersionPair
 from .step_sizes import StepSizes, UpdateRule, at_step, rules, step_sizes
 from .weight_versions import Weights, WeightVersions
@@ -244,21 +247,24 @@ class AdaptivelyCompensated(DelayCompensated):
 
 
 class SpikeCompensation(Staleness):
-    """`spike-compensation`: SGD's momentum with more weight on the newest gradient.
+    """`spike-compensation`: momentum with more weight on the newest gradient.
 
     Spike compensation (Kosson et al., "Pipelined Backpropagation at Scale", MLSys 2021, section
-    3.1):
+    3.1), there for SGD:
 
-        v <- m v + g        w <- w - lr (a v + b g),  a = m^D,  b = (1 - m^D) / (1 - m)
+        sgd        w <- w - lr (a v + b g)                          a = u^D, b = (1 - u^D) / (1 - u)
+        adam(w)    w <- w - lr (a m + (1 - a) g) / (sqrt(s) + eps)   a = b1^D, m and s without bias
+        muon       w <- w - lr size O(a v + (1 - a) g)               a = u^(D + 1), O orthogonalizes
 
-    With momentum m, a gradient moves the weights by 1, m, m^2, .. of itself in the steps after it.
-    A gradient that is D steps late has missed the first D of these moves: their sum b is made at
-    its first step, and the velocity continues with a of its moves. D is the mean delay of the
-    gradients of a step (`StageContext.tau`); at 0 the step is SGD's.
+    With momentum u, a gradient moves the weights by 1, u, u^2, .. of itself in the steps after it.
+    A gradient that is D steps late has missed the first D of these moves: their sum is made at its
+    first step, and the momentum continues with a of its moves. Nesterov momentum, which Muon has,
+    makes one more. D is the mean delay of the gradients of a step (`StageContext.tau`); at 0 the
+    step is the optimizer's.
     """
 
     decides = frozenset({"step"})
-    needs = frozenset({"sgd's momentum"})
+    needs = frozenset({"response to gradients"})
 
     @contextmanager
     def stepping(self, weights: WeightVersions) -> Iterator[None]:
@@ -273,25 +279,42 @@ class SpikeCompensation(Staleness):
 
         @torch.no_grad()
         def remember() -> None:
-            before.update(
-                {
-                    name: (weight.clone(), torch.add(weight.grad, weight, alpha=rule[name].decay))
-                    for name, weight in weights.live.items()
-                    if weight.grad is not None and taus[name]
-                }
-            )
-            rates.update({name: rule[name].lr for name in before})
+            for name, weight in weights.live.items():
+                if weight.grad is not None and taus[name]:
+                    coupled = 0.0 if rule[name].decoupled else rule[name].decay
+                    gradient = torch.add(weight.grad, weight, alpha=coupled)
+                    before[name] = rule[name].decayed(weight), gradient
+                    rates[name] = rule[name].lr
 
         with at_step(optimizer, remember):
             yield
         with torch.no_grad():
             for name, (start, gradient) in before.items():
-                live, momentum = weights.live[name], float(rule[name].options["momentum"])
-                velocity: Tensor = optimizer.state[live]["momentum_buffer"]
-                passed = momentum ** taus[name]
-                at_once = (1 - passed) / (1 - momentum)
-                move = velocity.mul(passed).add_(gradient, alpha=at_once)
-                live.copy_(start.sub_(move, alpha=rates[name]))
+                live = weights.live[name]
+                move, rate = _late_move(live, gradient, rule[name], taus[name], rates[name])
+                live.copy_(start.sub_(move, alpha=rate))
+
+
+def _late_move(
+    weight: Tensor, gradient: Tensor, rule: UpdateRule, delay: float, lr: float
+) -> tuple[Tensor, float]:
+    """The move of a weight after a step whose gradient is late, as spike compensation makes it, and
+    its rate."""
+    options, state = rule.options, rule.optimizer.state[weight]
+    if isinstance(rule.optimizer, Muon):
+        kept = options["momentum"] ** (delay + options["nesterov"])
+        direction = gradient.lerp(state["momentum_buffer"], kept)
+        return orthogonal(direction, options), _adjust_lr(lr, options["adjust_lr_fn"], weight.shape)
+    if isinstance(rule.optimizer, Adam):
+        (beta1, beta2), steps = options["betas"], float(state["step"])
+        kept, spread = beta1**delay, as_real(state["exp_avg_sq"]) / (1 - beta2**steps)
+        move = state["exp_avg"] * (kept / (1 - beta1**steps)) + (1 - kept) * gradient
+        as_real(move).div_(spread.sqrt_().add_(options["eps"]))
+        return move, lr
+    momentum = float(options["momentum"])
+    kept = momentum**delay
+    velocity: Tensor = state["momentum_buffer"]
+    return velocity.mul(kept).add_(gradient, alpha=(1 - kept) / (1 - momentum)), lr
 
 
 class ErrorFeedback(Staleness):

@@ -340,14 +340,15 @@ def _muon_directions(
     first = velocity * momentum if nesterov else velocity
     if gradient is not None and nesterov:
         first.add_(gradient, alpha=1 - momentum)
-    directions = [_orthogonal(first, options)]
+    directions = [orthogonal(first, options)]
     if steps > 1:
-        same = directions[0] if gradient is None else _orthogonal(velocity, options)
+        same = directions[0] if gradient is None else orthogonal(velocity, options)
         directions += [same] * (steps - 1)
     return directions
 
 
-def _orthogonal(matrix: Tensor, options: Any) -> Tensor:
+def orthogonal(matrix: Tensor, options: Any) -> Tensor:
+    """The matrix with all singular values close to one, as Muon's options say."""
     return _zeropower_via_newtonschulz(
         matrix, options["ns_coefficients"], options["ns_steps"], options["eps"]
     )

@@ -35,7 +35,7 @@ Need = Literal[
     "forward weights",
     "gap",
     "recomputation",
-    "sgd's momentum",
+    "response to gradients",
     "known step sizes",
     "all gradients",
     "whole windows",
@@ -54,7 +54,8 @@ Need = Literal[
 - gap: the difference between the forward's weights and the live ones: the former are available, or
   they are one step of a known optimizer old
 - recomputation: the backward repeats the forward
-- sgd's momentum: SGD with momentum
+- response to gradients: an optimizer whose momentum moves the weights by a known share of a
+  gradient in each step after it
 - known step sizes: an optimizer whose state gives the sizes of its steps
 - all gradients: those of every micro-batch of a step are on one rank; replicas have some each
 - whole windows: accumulation windows of more micro-batches than any stage runs ahead

@@ -41,6 +41,8 @@ Options = Mapping[str, Any]
 class UpdateRule:
     """How an optimizer updates a weight."""
 
+    optimizer: Optimizer
+    """The optimizer that steps the weight, one of several in a `Joint`."""
     options: Options
     """The options of the weight's parameter group."""
     decoupled: bool
@@ -68,7 +70,7 @@ def rules(optimizer: Optimizer, live: Mapping[str, Tensor]) -> dict[str, UpdateR
     """The update rule of each of a stage's live weights, by name."""
     parts = optimizer.parts if isinstance(optimizer, Joint) else (optimizer,)
     by_identity = {
-        id(weight): UpdateRule(group, _is_decoupled(part, group))
+        id(weight): UpdateRule(part, group, _is_decoupled(part, group))
         for part in parts
         for group in part.param_groups
         for weight in group["params"]

@@ -57,12 +57,11 @@ METHODS = {
     "none+error-feedback": Together(LiveReference(), LookAheadReference()),
     "stash+spike-compensation": Together(Reference(), SpikeCompensationReference()),
 }
-OF_MOMENTUM = ("momentum", "decay")
 
 
 def legal(method: str, optimizer: str) -> bool:
     if "spike-compensation" in method:
-        return optimizer in OF_MOMENTUM
+        return optimizer != "sgd decay"  # it has no momentum
     # Its reference measures steps at the scheduled rate.
     return not ("gap-aware+" in method and "adam" in optimizer)
 
@@ -87,6 +86,21 @@ def test_a_method_equals_its_recurrence(method: str, optimizer: str) -> None:
 @pytest.mark.parametrize(("method", "optimizer"), CASES)
 def test_a_method_of_eight_stages_equals_its_recurrence(method: str, optimizer: str) -> None:
     check(chain(8), method, METHODS[method], optimizer, steps=10, tolerance=ROUNDED)
+
+
+@pytest.mark.parametrize("kind", ["chain", "tied"])
+def test_spike_compensation_with_muon_equals_its_recurrence(kind: str) -> None:
+    model = {"chain": chain(4, dropout=0.25), "tied": tied(3)}[kind]
+    for step_every in (1, 2, 4):
+        check(
+            model,
+            "stash+spike-compensation",
+            METHODS["stash+spike-compensation"],
+            "muon",
+            step_every=step_every,
+            recompute=True,
+            tolerance=ROUNDED,
+        )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -371,7 +385,12 @@ FITTING = {"optimizer": "sgd", "momentum": 0.9, "recomputes": True, "step_every"
             {"optimizer": "muon"},
             "gaps in steps of adamw, adam, sgd",
         ),
-        ("stash+spike-compensation", {"optimizer": "adamw"}, "the optimizer is adamw"),
+        (
+            "stash+spike-compensation",
+            {"optimizer": "nadam"},
+            "changes the momentum of adamw, adam, sgd and muon, but the optimizer is nadam",
+        ),
+        ("stash+spike-compensation", {"nesterov": True}, "the optimizer is sgd with --nesterov"),
         ("stash+spike-compensation", {"momentum": 0.0}, "the optimizer is sgd without momentum"),
         (
             "stash+dc-asgd-adaptive",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from asyncpipe.runtime.optimizers.param_groups import Joint
 from asyncpipe.runtime.training.stage_optimizer import uncompiled
 from asyncpipe.tests.support.models.hand_plans import HandModel
 from asyncpipe.tests.support.oracles.async_simulation import Oracle, Reference, async_run
@@ -18,6 +20,17 @@ _sgd = partial(uncompiled(torch.optim.SGD), lr=0.1)
 _adam, _adamw = (
     partial(uncompiled(kind), lr=0.05) for kind in (torch.optim.Adam, torch.optim.AdamW)
 )
+
+
+def _muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Muon for matrices, AdamW for the rest, which a stage may lack."""
+    matrices, others = [], []
+    for parameter in parameters:
+        (matrices if parameter.ndim == 2 else others).append(parameter)
+    muon = torch.optim.Muon(matrices, lr=0.05, weight_decay=0.1)
+    return Joint([muon, _adamw(others)] if others else [muon])
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": _sgd,
     "momentum": partial(_sgd, momentum=0.9),
@@ -26,6 +39,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": _adam,
     "adam decay": partial(_adam, weight_decay=0.1),
     "adamw": partial(_adamw, weight_decay=0.1),
+    "muon": _muon,
 }
 
 

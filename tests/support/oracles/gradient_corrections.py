@@ -6,8 +6,12 @@ that formula.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 from asyncpipe.tests.support.oracles.async_simulation import (
     LiveReference,
@@ -16,6 +20,8 @@ from asyncpipe.tests.support.oracles.async_simulation import (
     Values,
     tau_of,
 )
+
+State = Mapping[str, Any]
 
 
 class Together(Reference):
@@ -288,7 +294,7 @@ class LookAheadReference(Reference):
 
 
 class SpikeCompensationReference(Reference):
-    """`spike-compensation`: w - lr (m^D v + (1 - m^D) / (1 - m) g)."""
+    """`spike-compensation`: a late gradient makes the moves that it has missed at once."""
 
     def after_step(
         self, history: StageHistory, module: nn.Module, optimizer: torch.optim.Optimizer
@@ -298,8 +304,36 @@ class SpikeCompensationReference(Reference):
             if weight.grad is None or not delay:
                 continue
             old, options = history.weights[-1][name], history.options[name]
-            gradient = weight.grad + options["weight_decay"] * old
-            m = options["momentum"]
-            v = optimizer.state[weight]["momentum_buffer"]
-            a, b = m**delay, (1 - m**delay) / (1 - m)
-            weight.data.copy_(old - options["lr"] * (a * v + b * gradient))
+            state, decay = optimizer.state[weight], options["weight_decay"]
+            is_muon = "ns_steps" in options
+            if is_muon or options.get("decoupled_weight_decay"):
+                old, gradient = old * (1 - options["lr"] * decay), weight.grad
+            else:
+                gradient = weight.grad + decay * old
+            if is_muon:
+                weight.data.copy_(old - self.of_muon(gradient, state, options, delay))
+            elif "betas" in options:
+                weight.data.copy_(old - self.of_adam(gradient, state, options, delay))
+            else:
+                m, v = options["momentum"], state["momentum_buffer"]
+                a, b = m**delay, (1 - m**delay) / (1 - m)
+                weight.data.copy_(old - options["lr"] * (a * v + b * gradient))
+
+    def of_adam(self, gradient: Tensor, state: State, options: State, delay: float) -> Tensor:
+        """lr (b1^D m + (1 - b1^D) g) / (sqrt(s) + eps), with m and s without bias."""
+        (beta1, beta2), steps = options["betas"], state["step"].item()
+        mean = state["exp_avg"] / (1 - beta1**steps)
+        spread = (state["exp_avg_sq"] / (1 - beta2**steps)).sqrt() + options["eps"]
+        mixed = beta1**delay * mean + (1 - beta1**delay) * gradient
+        return options["lr"] * mixed / spread
+
+    def of_muon(self, gradient: Tensor, state: State, options: State, delay: float) -> Tensor:
+        """Muon's own step, with the (D + 1)-th power of its momentum where Nesterov has the
+        first."""
+        kept = options["momentum"] ** (delay + 1)
+        mixed = torch.lerp(gradient, state["momentum_buffer"], kept)
+        ways = options["ns_coefficients"], options["ns_steps"], options["eps"]
+        rows, columns = gradient.shape
+        size = max(1, rows / columns) ** 0.5
+        direction = _zeropower_via_newtonschulz(mixed, *ways)  # in bfloat16
+        return options["lr"] * size * direction.to(gradient.dtype)
