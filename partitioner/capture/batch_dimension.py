@@ -170,7 +170,7 @@ def _record_results(model: nn.Module) -> deque[Tensor]:
     """The last results of modules without submodules, once the model has run."""
     recorded: deque[Tensor] = deque(maxlen=_RESULTS_SEEN)
     for module in model.modules():
-        if not any(module.children()) and not isinstance(module, torch.jit.ScriptModule):
+        if not list(module.children()) and not isinstance(module, torch.jit.ScriptModule):
             module.register_forward_hook(
                 lambda _, __, result: recorded.extend(tensors_in(plain_structure(result)))
             )

@@ -60,6 +60,7 @@ def given_source(
             f"model is {model!r:.60}, not a torch.nn.Module.",
             "Build the model first; asyncpipe-partition --model takes names.",
         )
+    model = without_wrapper(model)
     inputs = (
         dict(example_inputs)
         if isinstance(example_inputs, Mapping)
@@ -101,6 +102,7 @@ def load_model(
         factory = _find_factory(spec)
         with device, user_errors_as(ModelError, f"--model {spec}"):
             model, examples = _split_made(factory(**_checked(factory, arguments)))
+        model = without_wrapper(model)
         if inputs:
             examples = {name: parse_input(name, text) for name, text in inputs.items()}
         if examples is None:
@@ -249,6 +251,14 @@ def _split_made(built: Any) -> tuple[nn.Module, Any]:
         f"the factory returned {type(built).__name__}, not a model.",
         "Return an nn.Module, or (nn.Module, {name: tensor}).",
     )
+
+
+def without_wrapper(model: nn.Module) -> nn.Module:
+    """The module in a wrapper of torch.compile or of torch's data parallelism: the wrapper's
+    forward has no names for its arguments."""
+    parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    inner = dict(model.named_children()).get("module" if parallel else "_orig_mod")
+    return model if inner is None else without_wrapper(inner)
 
 
 def _by_name(model: nn.Module, examples: Any) -> dict[str, Any]:

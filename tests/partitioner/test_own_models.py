@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -337,3 +338,30 @@ def test_a_loss_with_the_weights_of_classes_is_captured(loss: nn.Module, tmp_pat
     assert plan.loss is not None
     counted = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
     assert (plan.targets is not None and plan.targets.class_weights == "loss.weight") == counted
+
+
+def eager(model: nn.Module) -> nn.Module:
+    """The model as torch.compile wraps it, without waiting for a compiler."""
+    wrapped: nn.Module = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    "wrapped", [eager, nn.DataParallel, lambda model: eager(nn.DataParallel(model))]
+)
+def test_a_wrapped_model_is_partitioned_as_the_module_in_it(
+    wrapped: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    model = Weighted(nn.CrossEntropyLoss())
+    given = torch.randn(4, 4), torch.tensor([0, 2, 1, 2])
+    plan = asyncpipe.partition(wrapped(model), given, stages=2, output=tmp_path / "stages")
+    assert [spec.name for spec in plan.inputs] == ["x", "y"]
+    assert plan.name == "weighted" and list(plan.state_keys) == list(model.state_dict())
+
+
+def test_a_compiled_part_hides_no_batch(tmp_path: Path) -> None:
+    model = Weighted(nn.CrossEntropyLoss())
+    model.first = eager(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))  # type: ignore[assignment]
+    given = torch.randn(4, 4), torch.tensor([0, 2, 1, 2])
+    plan = asyncpipe.partition(model, given, stages=2, output=tmp_path / "stages")
+    assert [spec.shape[0] for spec in plan.inputs] == ["batch", "batch"] and not plan.notes
