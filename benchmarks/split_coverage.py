@@ -43,7 +43,7 @@ from workers import Died, each
 import asyncpipe
 from asyncpipe.partitioner.verify_parts import verify_parts
 from asyncpipe.runtime.errors import AsyncPipeError
-from asyncpipe.runtime.executor.loading import load_stage_class
+from asyncpipe.runtime.executor.loading import stage_builder
 from asyncpipe.runtime.plan.plan import Plan, read_plan
 from asyncpipe.runtime.tensor_parallel import splits_of
 from asyncpipe.runtime.tensor_parallel.threads import in_threads
@@ -58,7 +58,7 @@ def split_share(folder: Path, plan: Plan) -> float:
     def sizes() -> list[tuple[bool, int]]:
         found = []
         for spec in plan.stages:
-            stage = load_stage_class(folder, spec)()
+            stage = stage_builder(folder, spec)()
             splits = splits_of(stage)
             found += [(name in splits, p.numel()) for name, p in stage.named_parameters()]
         return found

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from asyncpipe.runtime.executor.loading import load_stage_class
+from asyncpipe.runtime.executor.loading import stage_builder
 from asyncpipe.runtime.plan.plan import Plan
 from asyncpipe.runtime.tensor_parallel import splits_of
 from asyncpipe.runtime.tensor_parallel.threads import in_threads
@@ -28,7 +28,7 @@ def _sizes(folder: Path, plan: Plan, ranks: int) -> list[dict[bool, list[int]]]:
     def built() -> list[dict[bool, list[int]]]:
         found = []
         for spec in plan.stages:
-            stage = load_stage_class(folder, spec)()
+            stage = stage_builder(folder, spec)()
             splits = splits_of(stage)
             sizes: dict[bool, list[int]] = {True: [], False: []}
             for name, parameter in stage.named_parameters():

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..runtime.errors import PlanError
@@ -78,9 +79,8 @@ def assemble(
     would cross without recomputation, with the stages that read them.
     """
     tensors = [stage_tensors(capture, stage) for stage in stage_graphs]
-    boundaries = _boundaries(capture, stage_graphs)
+    outputs, boundaries = _output_structure(capture.graph), _boundaries(capture, stage_graphs)
     all_sent = _if_sent(capture, stage_graphs, if_sent or {})
-    outputs = _output_structure(capture.graph)
     shared = _shared_parameters(capture, tensors)
     transfers = _transfers(capture, solution, boundaries, shared, profile.sizes, sums)
     values, even = _values(capture, stage_graphs, boundaries), solution.even_split
@@ -115,6 +115,7 @@ def assemble(
         state_keys=tuple(capture.model.state_dict()),
         unused=unused_tensors(capture, stage_graphs),
         notes=_notes(capture, facts.criterion, outputs, values, loss),
+        default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
         mode="both" if False in capture.modes else "train",
         explanation=solution.explanation,
         candidates=solution.candidates,

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..runtime.executor.loading import SkipRandomInit
+from ..runtime.executor.loading import CONSTRUCTED_IN, SkipRandomInit, default_dtype
 from ..runtime.user_code import hashed_name, import_file
 from .capture import Capture
 from .capture.model_state import device_of
@@ -275,7 +275,7 @@ def _modules(
     files = generate(captured, stages, Header(model="", command="", version=""))
     constants = extra_tensors(captured, stages)
     modules: list[nn.Module] = []
-    with tempfile.TemporaryDirectory() as folder, SkipRandomInit():
+    with tempfile.TemporaryDirectory() as folder, SkipRandomInit(), default_dtype(CONSTRUCTED_IN):
         for stage in stages:
             path = Path(folder) / f"stage_{stage.index}.py"
             path.write_text(files[path.name], encoding="utf-8")

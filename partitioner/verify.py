@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.errors import AsyncPipeError, PlanError
-from ..runtime.executor.loading import SkipRandomInit, load_stage_class, run_stage
+from ..runtime.executor.loading import SkipRandomInit, run_stage, stage_builder
 from ..runtime.executor.run import where_in_stage
 from ..runtime.plan.plan import Plan, StageSpec
 from ..runtime.plan.structure import rebuilt
@@ -101,7 +101,7 @@ def verify(
     with unchanged(model):
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         with torch.device("meta" if on_meta else "cpu"), SkipRandomInit():
-            stages = [load_stage_class(folder, spec)() for spec in plan.stages]
+            stages = [stage_builder(folder, spec)() for spec in plan.stages]
         verify_names(model, plan, stages)
         pair = _Pair(model, plan, stages, given, constants or {}, refused)
         if on_meta:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime.executor.loading import load_stage_class, run_stage
+from ..runtime.executor.loading import run_stage, stage_builder
 from ..runtime.executor.tied_parameters import verify_splits_alike
 from ..runtime.plan.plan import Plan
 from ..runtime.plan.structure import rebuilt
@@ -166,7 +166,7 @@ class _Run:
         splits: dict[int, Mapping[str, Split]] = {}
         for spec in self.plan.stages:
             with torch.device(self.device):
-                stage = load_stage_class(self.folder, spec)()
+                stage = stage_builder(self.folder, spec)()
             own = splits_of(stage)
             splits[spec.index] = own
             stages.append(self._filled(stage, own, ranks))

@@ -39,7 +39,7 @@ from asyncpipe.runtime.checkpoint import trained
 from asyncpipe.runtime.config.batch_layout import check_ranks
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.errors import AsyncPipeError
-from asyncpipe.runtime.executor.loading import load_stage_class
+from asyncpipe.runtime.executor.loading import stage_builder
 from asyncpipe.runtime.experiments.compare import MethodComparison
 from asyncpipe.runtime.formatting import hiding_in, in_markdown, one_line, visible
 from asyncpipe.runtime.launch import prediction
@@ -415,7 +415,7 @@ def test_a_stage_runs_what_inspect_shows(tmp_path: Path, odd: str) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(builtins, CANARY, lambda: ran.append(1))
         try:
-            load_stage_class(tmp_path / "made", plan.stages[0], code_hashes(tmp_path / "made"))
+            stage_builder(tmp_path / "made", plan.stages[0], code_hashes(tmp_path / "made"))
         except AsyncPipeError as refusal:
             assert "cannot be imported: " in str(refusal) and "Traceback" not in str(refusal)
     shown = command(tmp_path, "inspect", "made", "--stage", "0").out

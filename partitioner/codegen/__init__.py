@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from ...runtime.executor.loading import CONSTRUCTED_IN, default_dtype
 from ...runtime.reports.rendering import TEMPLATES
 from ..capture import Capture
 from ..split.split import StageGraph
@@ -57,7 +58,8 @@ def generate(
     files: dict[str, str] = {}
     names: dict[fx.Node, str] = {}
     for stage in stages:
-        written = writer.write(stage, names)
+        with default_dtype(CONSTRUCTED_IN):
+            written = writer.write(stage, names)
         files[f"stage_{stage.index}.py"] = written.text
         names |= written.names
     numbers = [stage.index for stage in stages]

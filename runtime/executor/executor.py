@@ -100,7 +100,7 @@ class Executor:
         self.replicas = tuple(map(tuple, replicas))
         self.criterion = criterion
         self.device = torch.device(device)
-        self.precision = precision
+        self.precision = replace(precision, default=plan.default_dtype)
         self.dtypes = dtypes
         self.seed = seed
         ranks = self.replicas or tuple((rank,) for rank in self.rank_of_stage)

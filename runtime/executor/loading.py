@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +52,7 @@ class ChangedCodeError(PlanError):
 
 CONSTANTS = "_constants."
 """Prefix, in a generated folder's weights, of values that no state_dict holds."""
+CONSTRUCTED_IN = "float32"  # the dtype that constructors of stages do not name
 
 
 def load_stage(
@@ -69,7 +71,7 @@ def load_stage(
     `weights` is a safetensors file or folder of the original model; by default the folder's own
     weights. Each stage reads only its own tensors, and one of several tensor `ranks` only its parts
     of them. `dtype` is that of floating-point tensors, by default as generated. `code` is as for
-    `load_stage_class`. Raises PlanError if the folder lacks the stage or has no weights, DataError
+    `stage_builder`. Raises PlanError if the folder lacks the stage or has no weights, DataError
     if the weights belong to another model.
     """
     folder = Path(folder)
@@ -82,7 +84,7 @@ def load_stage(
             f"{_without(plan)}.",
         )
     with SkipRandomInit(), using(ranks):
-        module = load_stage_class(folder, spec, code)()
+        module = stage_builder(folder, spec, code)()
     splits = splits_of(module)
     if dtype is not None:
         # Before it is filled: weights of a checkpoint keep all their digits.
@@ -112,16 +114,16 @@ def load_unused(
     return read_tensors(path, plan.unused, shared_names(plan), optional=frozenset(plan.unused))
 
 
-def load_stage_class(
+def stage_builder(
     folder: str | Path, spec: StageSpec, code: Mapping[str, str] | None = None
-) -> type[nn.Module]:
-    """The class of a generated stage, imported from its file.
+) -> Callable[[], nn.Module]:
+    """Makes modules of a generated stage, whose file is imported now.
 
     Raises ChangedCodeError if `code`, the SHA-256 of each file, differs from the file's.
     """
     module = _import_stage(Path(folder) / spec.file, code)
     stage_class: type[nn.Module] = getattr(module, spec.class_name)
-    return stage_class
+    return default_dtype(CONSTRUCTED_IN)(stage_class)
 
 
 def shared_names(plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -277,8 +279,9 @@ class Pipe(nn.Module):
         """The original's outputs for its arguments."""
         values = named_inputs(self.plan, args, inputs)
         sizes = sizes_of(self.plan, values)
-        for spec, stage in zip(self.plan.stages, self.stages, strict=True):
-            values.update(run_stage(spec, stage, values))
+        with default_dtype(self.plan.default_dtype):
+            for spec, stage in zip(self.plan.stages, self.stages, strict=True):
+                values.update(run_stage(spec, stage, values))
         return rebuilt(self.plan.outputs, values, sizes)
 
     def extra_repr(self) -> str:
@@ -406,6 +409,21 @@ def load(
         load_stage(folder, plan, spec.index, weights=weights, device=device) for spec in plan.stages
     ]
     return Pipe(plan, stages, load_unused(folder, plan, weights=weights))
+
+
+@contextmanager
+def default_dtype(name: str) -> Iterator[None]:
+    """Inside, torch's default dtype is this one: a stage is captured under one, and code of the
+    user's that its process imports, such as that of the data, may set another."""
+    before, wanted = torch.get_default_dtype(), getattr(torch, name)
+    if before is wanted:
+        yield
+        return
+    torch.set_default_dtype(wanted)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def run_stage(spec: StageSpec, stage: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +26,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import PlanError
 from ..plan.plan import Plan, TensorSpec
-from .loading import SkipRandomInit, in_dtype, load_stage_class, run_stage
+from .loading import SkipRandomInit, default_dtype, in_dtype, run_stage, stage_builder
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtype of forwards on a kind of device; None for the dtype of the weights."""
+    """The dtype of forwards on a kind of device; None for the dtype of the weights. `default` is
+    torch's default dtype in them."""
 
     dtype: torch.dtype | None = None
     device_type: str = "cpu"
+    default: str = "float32"
 
     @property
     def name(self) -> str:
         """The name in `--precision`."""
         return "full" if self.dtype is None else str(self.dtype).removeprefix("torch.")
 
-    def computing(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def computing(self) -> Iterator[None]:
         """Wraps a forward and its loss."""
-        if self.dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device_type, dtype=self.dtype)
+        mixed: AbstractContextManager[object] = (
+            nullcontext()
+            if self.dtype is None
+            else torch.autocast(self.device_type, dtype=self.dtype)
+        )
+        with default_dtype(self.default), mixed:
+            yield
 
     @contextmanager
     def casts_kept(self) -> Iterator[None]:
@@ -125,11 +132,11 @@ def dtypes_of_folder(
     weights: torch.dtype | None = None,
 ) -> dict[str, torch.dtype]:
     """`dtypes_under` for a generated folder; empty if the plan's dtypes hold, float32 tensors
-    having that of the `weights`. `code` is as for `load_stage_class`."""
+    having that of the `weights`. `code` is as for `stage_builder`."""
     if precision.dtype is None and (weights is None or not _has_other_dtypes(plan)):
         return {}
-    classes = [load_stage_class(folder, spec, code) for spec in plan.stages]
-    return dtypes_under(precision, plan, classes, weights)
+    builds = [stage_builder(folder, spec, code) for spec in plan.stages]
+    return dtypes_under(precision, plan, builds, weights)
 
 
 def _has_other_dtypes(plan: Plan) -> bool:
@@ -152,7 +159,7 @@ def dtypes_under(
         values.update(_converted(values, weights))
         for spec, build in zip(plan.stages, stages, strict=True):
             try:
-                with precision.computing():
+                with replace(precision, default=plan.default_dtype).computing():
                     values.update(run_stage(spec, _in_dtype(build(), weights), values))
             except Exception as error:
                 under = f"--precision {precision.name}" if precision.dtype else f"in {weights}"
@@ -194,7 +201,8 @@ def running_on_fake_tensors(plan: Plan, device_type: str = "cpu") -> Iterator[di
     # The inner mode comes first: reads of values never reach the fake tensors.
     no_values = _NoValues()  # type: ignore[no-untyped-call]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, torch.device(device_type), no_values, SkipRandomInit():
+    default = default_dtype(plan.default_dtype)
+    with fake, torch.device(device_type), no_values, SkipRandomInit(), default:
         yield {
             tensor.name: torch.empty(tensor.resolve(plan.sizes), dtype=getattr(torch, tensor.dtype))
             for tensor in plan.inputs

@@ -32,7 +32,7 @@ from ..plan.plan import Plan, SharedParameter
 from ..tensor_files import raw_bytes
 from ..tensor_parallel.ranks import Split, TensorRanks, in_blocks, splits_of, using
 from ..transports.protocol import Channel, ChannelKind, Handle, Transport
-from .loading import SkipRandomInit, load_stage_class
+from .loading import SkipRandomInit, stage_builder
 from .mailbox import CHECKSUM_BYTES, Waiting, take
 
 _Key = tuple[str, int, int, int]
@@ -282,7 +282,7 @@ def verify_tied_alike(
     splits = {}
     for stage in sorted(holders):
         with SkipRandomInit(), using(ranks):
-            splits[stage] = splits_of(load_stage_class(folder, plan.stages[stage], code)())
+            splits[stage] = splits_of(stage_builder(folder, plan.stages[stage], code)())
     verify_splits_alike(plan, splits)
 
 

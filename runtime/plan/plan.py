@@ -245,15 +245,11 @@ class SharedParameter:
 
 
 _USUAL: Mapping[str, Any] = MappingProxyType(
-    {
-        "mode": "both",
-        "tensor_parallel": 1,
-        **dict.fromkeys(("draws_numbers", "loss_is_sum"), False),
-        "trains": True,
-        **dict.fromkeys(("number", "unshared", "next_labels", "targets"), None),
-        **dict.fromkeys(("left_out", "layouts", "changes", "changes_trained"), ()),
-        **dict.fromkeys(("summing_ms", "tensor_sums_ms", "spread", "zero"), 0),
-    }
+    {"default_dtype": "float32", "mode": "both", "tensor_parallel": 1, "trains": True}
+    | dict.fromkeys(("draws_numbers", "loss_is_sum"), False)
+    | dict.fromkeys(("number", "unshared", "next_labels", "targets"), None)
+    | dict.fromkeys(("left_out", "layouts", "changes", "changes_trained"), ())
+    | dict.fromkeys(("summing_ms", "tensor_sums_ms", "spread", "zero"), 0)
 )
 """Values that plan.json leaves out, because few plans have others."""
 
@@ -296,6 +292,7 @@ class Plan:
     arguments: the structure of forward's arguments, as in `outputs`; None if these are the inputs
     left_out: the arguments of forward that the example left at their defaults
     constants: tensors outside the state_dict, stored with the weights
+    default_dtype: torch's default dtype at the capture, in which stages run everywhere
     mode: "both", or "train" for stages without an evaluation mode
     tensor_parallel: the tensor ranks of each stage, as planned; 1 for stages that nothing splits
     layouts: the fastest layout of each number of devices, if it was chosen
@@ -337,6 +334,7 @@ class Plan:
     targets: CountedTargets | None = None
     loss_is_sum: bool = False
     constants: tuple[str, ...] = ()
+    default_dtype: str = "float32"
     mode: str = "both"
     tensor_parallel: int = 1
     layouts: tuple[BestLayout, ...] = ()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _MOST_RANKS = 1 << 16
 _LARGEST_SIZE = 1 << 40
 _LARGEST_TENSOR = 1 << 50
+_FLOATS = ("float32", "float64", "bfloat16", "float16")
 COMMAND = "asyncpipe-partition"
 _SENTENCES = ("notes", "explanation", "findings", "model_args", "arguments")
 """Fields whose texts may have several lines."""
@@ -75,6 +76,8 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     yield from _negative(plan.setting)
     if plan.setting.micro_batches < 1:
         yield "it has less than one micro-batch"
+    if plan.default_dtype not in _FLOATS:
+        yield f"its default dtype is {plan.default_dtype}"
     if plan.tensor_parallel < 1:
         yield "it has less than one tensor rank"
     for place, stage in enumerate(plan.stages):

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..config.batch_layout import stage_replicas
 from ..config.settings import RunConfig
-from ..executor.loading import load_stage_class
+from ..executor.loading import stage_builder
 from ..executor.tied_parameters import shared_weights
 from ..formatting import counted, write_share
 from ..plan.forecast import summing_ms
@@ -33,9 +33,7 @@ def with_shares(
         copies = len(of_stage[stages[0]]) if of_stage and stages else config.pipelines
         if copies > 1 and stages:
             with torch.device("meta"):
-                modules = {
-                    j: load_stage_class(config.folder, plan.stages[j], code)() for j in stages
-                }
+                modules = {j: stage_builder(config.folder, plan.stages[j], code)() for j in stages}
             share, largest, own = _of_fullest(plan, modules, config, copies)
             indivisible = f" ({largest} is one tensor)" if share > 1.25 / copies else ""
             text = f"{counted(copies, 'replica')}, of which the fullest has {write_share(share)}"

@@ -22,7 +22,7 @@ from ..distributed.failure import RankFolder
 from ..distributed.process_groups import SharedStore, World, be_patient, regrouped
 from ..errors import AsyncPipeError, PlanError
 from ..executor.instrumented import Activities, Activity
-from ..executor.loading import load_stage_class
+from ..executor.loading import stage_builder
 from ..formatting import counted
 from ..freezing.block_outputs import check_observable
 from ..freezing.blocks import blocks_of
@@ -183,7 +183,7 @@ def check_phases(job: Job) -> None:
     for phase in read_elastic(Path(started.folder)).phases[1:]:
         folder = Path(started.folder) / phase.folder
         plan, code = read_plan(folder), job.code_of_phases[phase.folder]
-        builds = [load_stage_class(folder, stage, code) for stage in plan.stages]
+        builds = [stage_builder(folder, stage, code) for stage in plan.stages]
         check_observable(plan, blocks, range(phase.depth, most), builds)
 
 

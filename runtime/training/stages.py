@@ -26,7 +26,7 @@ from ..distributed.process_groups import WARNING
 from ..executor.compiled import compile_again, compile_stage
 from ..executor.executor import Executor
 from ..executor.instrumented import Activity
-from ..executor.loading import load_stage, load_stage_class
+from ..executor.loading import load_stage, stage_builder
 from ..executor.loss_weights import LossTargets
 from ..executor.mailbox import Sizes
 from ..executor.observed_transport import ObservedTransport
@@ -337,7 +337,7 @@ def _freezing_of(setup: Setup, modules: Mapping[int, nn.Module]) -> Freezing | N
     if config.freeze is None:
         return None
     state = checkpoint.facts.trainer.get(FREEZING) if checkpoint else None
-    builds = [load_stage_class(config.folder, stage, setup.job.code) for stage in plan.stages]
+    builds = [stage_builder(config.folder, stage, setup.job.code) for stage in plan.stages]
     return Freezing(
         parse_rule(config.freeze),
         config.freeze_most,

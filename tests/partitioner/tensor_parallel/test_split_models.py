@@ -20,7 +20,7 @@ from asyncpipe.partitioner.tensor_parallel.derive import derive
 from asyncpipe.partitioner.tensor_parallel.example_run import ExampleRun
 from asyncpipe.partitioner.verify_parts import verify_parts
 from asyncpipe.runtime.errors import PlanError
-from asyncpipe.runtime.executor.loading import load_stage_class
+from asyncpipe.runtime.executor.loading import stage_builder
 from asyncpipe.runtime.executor.tied_parameters import verify_tied_alike
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.tensor_parallel import TensorRanks, splits_of
@@ -309,7 +309,7 @@ def parameters_of(folder: Path) -> list[tuple[bool, int]]:
 
 
 def classes_of(folder: Path) -> list[type[nn.Module]]:
-    return [load_stage_class(folder, spec) for spec in read_plan(folder).stages]
+    return [stage_builder(folder, spec) for spec in read_plan(folder).stages]
 
 
 def test_fused_attention_is_split_by_heads_with_its_dropout_and_bias(tmp_path: Path) -> None:

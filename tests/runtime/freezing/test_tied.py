@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncpipe.runtime.executor.loading import load_stage_class
+from asyncpipe.runtime.executor.loading import stage_builder
 from asyncpipe.runtime.freezing.blocks import Blocks
 from asyncpipe.runtime.freezing.stages import freeze_stage, plan_at
 from asyncpipe.runtime.plan.forecast import forecast_step, tied_stages
@@ -22,7 +22,7 @@ def test_the_holders_of_a_frozen_parameter_step_without_each_other(tmp_path: Pat
         ("norm.weight",),
         {tied[0]: tied},
     )
-    builds = [load_stage_class(tmp_path / "text", spec) for spec in plan.stages]
+    builds = [stage_builder(tmp_path / "text", spec) for spec in plan.stages]
     frozen = plan_at(plan, blocks, 1, builds)
     assert (tied_stages(plan), tied_stages(frozen)) == ([(0, 1)], [])
     first = [

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo.utils
 
 from asyncpipe.runtime.errors import AsyncPipeError
-from asyncpipe.runtime.executor.loading import load_stage_class, run_stage
+from asyncpipe.runtime.executor.loading import run_stage, stage_builder
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.tests.support.models.generated import CASES, cut
 from asyncpipe.tests.support.models.hand_folders import write_mlp
@@ -60,7 +60,7 @@ def test_a_generated_stage_is_one_graph(case: str, tmp_path: Path) -> None:
     plan = read_plan(cut(CASES[case], 2, tmp_path / "cut"))
     values: dict[str, Any] = dict(CASES[case].example_inputs)
     for spec in plan.stages:
-        stage = load_stage_class(tmp_path / "cut", spec)()
+        stage = stage_builder(tmp_path / "cut", spec)()
         stage.compile(backend="eager", fullgraph=True)  # fails where a graph would break
         values |= run_stage(spec, stage, values)
 

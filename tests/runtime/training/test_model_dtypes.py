@@ -13,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import asyncpipe
+from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.data.task import InputDtypes, input_dtypes
 from asyncpipe.runtime.errors import DataError
 from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.tests.support.processes.gloo_ranks import run_processes
+from asyncpipe.tests.support.processes.quick_python import run
+from asyncpipe.tests.support.processes.silent_reporter import FACTORY, events_of
 
 STEPS, SAMPLES = 3, 4
 
@@ -63,6 +66,16 @@ class Fourier(Small):
         return {"loss": F.cross_entropy(x, labels)}
 
 
+class Counting(Small):
+    """Makes numbers out of none and of integers, which have torch's default dtype."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            shares = torch.arange(1, 7) / 3
+            x = torch.tanh(layer(x) * shares + torch.linspace(0.1, 1 / 3, 6))
+        return {"loss": F.cross_entropy(x.float(), labels)}
+
+
 class Quantized(Small):
     """Frozen weights of eight bits: a buffer and a parameter."""
 
@@ -90,7 +103,7 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], torch.dtype]] = {
 def batches(dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
     drawn = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
-        x = torch.randn(SAMPLES, 6, generator=drawn).to(dtype)
+        x = torch.randn(SAMPLES, 6, generator=drawn, dtype=torch.float32).to(dtype)
         yield {"x": x, "labels": torch.randint(6, (SAMPLES,), generator=drawn)}
 
 
@@ -134,6 +147,50 @@ def test_the_losses_are_those_of_the_plain_model(name: str, transport: str, tmp_
     options = {"transport": transport, "ranks": 2}
     found = run_processes(2, losses, str(folder), options)[0]
     assert found == plain(*build(name))
+
+
+SETS_FLOAT16 = """
+import torch
+
+torch.set_default_dtype(torch.float16)
+
+def data():
+    torch.manual_seed(1)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    return [{"x": row, "labels": torch.tensor(n % 6)} for n, row in enumerate(x)]
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_stages_have_the_default_dtype_of_their_capture(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Other processes have float32, and one whose data's code sets float16 has that."""
+
+    def counting() -> Counting:
+        torch.manual_seed(0)
+        return Counting(dtype)
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        folder = folder_of(counting(), dtype, tmp_path / "cut")
+        expected = plain(counting(), dtype)
+        one = next(batches(dtype))
+        whole = counting()(**one)["loss"].item()
+    finally:
+        torch.set_default_dtype(before)
+    assert asyncpipe.load(folder)(**one)["loss"].item() == whole
+    assert torch.get_default_dtype() is before
+    found = run_processes(2, losses, str(folder), {"transport": "gloo", "ranks": 2})[0]
+    assert found == expected
+    (tmp_path / "own.py").write_text(SETS_FLOAT16)
+    (tmp_path / "same.py").write_text(SETS_FLOAT16.replace("float16", "float32"))
+    runs = []
+    for code in ("own", "same"):
+        given = {"steps": 2, "micro_batches": 2, "micro_batch_size": 2, "log_every": 1}
+        output, data = tmp_path / code, f"{tmp_path / code}.py:data"
+        run(Settings(folder=str(folder), data=data, output=str(output), **given), FACTORY)  # type: ignore[arg-type]
+        runs.append([step["loss"] for step in events_of(output, "step")])
+    assert len(runs[0]) == 2 and runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("zero", [0, 1])
