@@ -87,6 +87,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or is_reported
 
 
+STORE_IS_GONE = (
+    "That is torchrun's agent, or rank 0: see why it ended. --resume auto continues from the "
+    "newest checkpoint."
+)
 LOADER_HAS_ENDED = (
     "A data-loading process has ended: out of memory (dmesg | tail), or an error of its own."
 )

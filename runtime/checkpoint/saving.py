@@ -22,7 +22,7 @@ from torch.distributed import DistError
 
 from ..config.settings import RunConfig
 from ..distributed.process_groups import SharedStore, World
-from ..errors import AsyncPipeError, TransportError
+from ..errors import STORE_IS_GONE, AsyncPipeError, TransportError
 from ..executor.instrumented import Activities, Activity
 from ..formatting import write_bytes, write_duration
 from ..plan.plan import Plan
@@ -210,8 +210,7 @@ def _failure_of(error: Exception, rank: int, target: Path) -> AsyncPipeError:
         return TransportError(
             f"rank {rank} cannot post its part of {target}: the process that serves the store is "
             "gone.",
-            "That is torchrun's agent, or rank 0: see why it ended. --resume auto continues from "
-            "the newest checkpoint.",
+            STORE_IS_GONE,
         )
     reason = error.strerror if isinstance(error, OSError) else None
     return CheckpointError(

@@ -21,8 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from torch.distributed import DistNetworkError
+
 from ..errors import (
     LOADER_HAS_ENDED,
+    STORE_IS_GONE,
     AsyncPipeError,
     DiskError,
     TransportError,
@@ -279,6 +282,9 @@ def failure_of(
     elif folder is not None and (disk := disk_error(error, folder)) is not None:
         what, cure = f"{who}{when.replace(' at', ',')}: {disk.what}", disk.cure
         comes_again = disk.comes_again
+    elif isinstance(known, DistNetworkError):
+        what = f"{who} failed{when}: the process that serves the store is gone ({known})."
+        cure = STORE_IS_GONE
     else:
         at = f" ({place})" if (place := own_line(error)) else ""
         what = f"{who} failed{when}: {type(error).__name__}: {str(error).strip()}{at}"
@@ -298,7 +304,7 @@ def failure_of(
 
 def is_consequence(error: BaseException) -> bool:
     """True if the cause may be that another rank ended."""
-    if isinstance(error, TransportError):
+    if isinstance(error, TransportError | DistNetworkError):
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and ("gloo" in text or "connection" in text)

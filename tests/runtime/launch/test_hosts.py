@@ -350,6 +350,17 @@ def test_a_rank_that_is_killed_on_another_host_ends_all(folder: Path, tmp_path: 
     assert re.search(r"rank +: 3 .*\n.*exitcode +: -9", printed[1])
 
 
+def test_an_agent_that_is_killed_ends_all_and_is_told(folder: Path, tmp_path: Path) -> None:
+    with two_hosts() as both:
+        given = options(tmp_path / "run", steps=10_000)
+        started = Started(*(torchrun(host, str(folder / "slow"), *given) for host in both))
+        wait_for_steps(tmp_path / "run", started)
+        os.kill(started.processes[0].pid, signal.SIGKILL)
+        codes, printed = started.finish(60)
+    assert 0 not in codes
+    assert "the process that serves the store is gone" in printed[1], printed
+
+
 def test_a_head_that_others_do_not_reach_is_told_with_what_was_tried(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.distributed.failure import Failure, RankError, RankFolder, failure_of
@@ -319,6 +320,15 @@ def test_an_error_around_one_of_ours_is_told_by_the_inner_one() -> None:
     assert failure_of(KeyError("k"), 1, " (stage 1)", 4).what == (
         "rank 1 (stage 1) failed at step 5: KeyError: 'k'"
     )
+
+
+def test_a_store_that_is_gone_is_told_and_is_not_the_first_cause() -> None:
+    told = failure_of(DistNetworkError("Broken pipe"), 0, " (stage 0)", 5)
+    assert told.what == (
+        "rank 0 (stage 0) failed at step 6: the process that serves the store is gone (Broken "
+        "pipe)."
+    )
+    assert told.consequence and told.cure.startswith("That is torchrun's agent, or rank 0")
 
 
 @pytest.mark.parametrize("around", [AsyncPipeError("a stage", "another"), TransportError("x")])
