@@ -178,7 +178,7 @@ class Stage:
         arguments = self._arguments({**inputs, **leaves})
         forward_inputs = _ForwardInputs(micro_batch, leaves, arguments, fed, weights, put_off)
         try:
-            with self._counting(window):
+            with self._counting(window), torch.enable_grad():  # code of the data may disable it
                 outputs, loss = self._forward(micro_batch, forward_inputs, generator, recompute)
         except Exception as error:
             raise self._error("forward", micro_batch, error, fed) from error
@@ -294,6 +294,7 @@ class Stage:
 
     def _repeated(self, repeatable: _Repeatable) -> _InFlight:
         with (
+            torch.enable_grad(),
             self._counting(None),
             repeatable.forward_inputs.split or nullcontext(),
             self._changed.holding(repeatable.changed),

@@ -149,10 +149,11 @@ def test_the_losses_are_those_of_the_plain_model(name: str, transport: str, tmp_
     assert found == plain(*build(name))
 
 
-SETS_FLOAT16 = """
+CHANGES_TORCH = """
 import torch
 
 torch.set_default_dtype(torch.float16)
+torch.set_grad_enabled(False)
 
 def data():
     torch.manual_seed(1)
@@ -163,7 +164,8 @@ def data():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stages_have_the_default_dtype_of_their_capture(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Other processes have float32, and one whose data's code sets float16 has that."""
+    """Other processes have float32, and one whose data's code sets float16 has that. Code of the
+    data that disables gradients disables none."""
 
     def counting() -> Counting:
         torch.manual_seed(0)
@@ -182,8 +184,9 @@ def test_stages_have_the_default_dtype_of_their_capture(dtype: torch.dtype, tmp_
     assert torch.get_default_dtype() is before
     found = run_processes(2, losses, str(folder), {"transport": "gloo", "ranks": 2})[0]
     assert found == expected
-    (tmp_path / "own.py").write_text(SETS_FLOAT16)
-    (tmp_path / "same.py").write_text(SETS_FLOAT16.replace("float16", "float32"))
+    (tmp_path / "own.py").write_text(CHANGES_TORCH)
+    usual = CHANGES_TORCH.replace("float16", "float32").replace("False", "True")
+    (tmp_path / "same.py").write_text(usual)
     runs = []
     for code in ("own", "same"):
         given = {"steps": 2, "micro_batches": 2, "micro_batch_size": 2, "log_every": 1}
