@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -59,7 +60,7 @@ from .sizes import (
     symbols,
     without_symbol,
 )
-from .source_lines import verify_names
+from .source_lines import is_user_file, replacement, verify_names
 from .values import (
     CallRecord,
     IfTraining,
@@ -142,6 +143,29 @@ def capture(
         for where, text in constants_in(given.structure, "")
     ]
     return replace(captured, notes=(*request.dimensions.notes, *fixed, *by_hand, *captured.notes))
+
+
+def _verify_torchs_own(captured: Capture) -> None:
+    """Raises CaptureError for an operation of torch in which this process runs other code."""
+    functional = {id(function): name for name, function in vars(nn.functional).items()}
+    seen: set[CodeType] = set()
+    for node in captured.graph.nodes:
+        if node.op == "call_module":
+            kind = type(captured.model.get_submodule(str(node.target)))
+            name, start, owner = f"nn.{kind.__name__}", kind.forward, kind
+            is_torchs = kind.__module__.startswith("torch.")
+        elif node.op == "call_function" and isinstance(node.target, FunctionType):
+            start, owner = node.target, None
+            name = functional.get(id(start), start.__name__)
+            is_torchs = id(start) in functional or not is_user_file(start.__code__.co_filename)
+        else:
+            continue
+        if is_torchs and (found := replacement(start, owner, seen)):
+            raise CaptureError(
+                f"{name} runs {found} in place of torch's own, which the processes of ranks have.",
+                "Call your function in a forward of your own, or set module.forward of each such "
+                "module.",
+            )
 
 
 def _verify_values(model: nn.Module, given: Arguments) -> None:
@@ -339,6 +363,7 @@ def _captured(request: CaptureRequest, trace: Trace, automatic: AutomaticLeaves 
     if automatic:
         called = {str(node.target) for node in captured.graph.find_nodes(op="call_module")}
         notes += automatic.notes(called)
+    _verify_torchs_own(captured)
     if request.check and not is_on_meta(model):
         notes += _refuse_one(captured, check_capture(captured, given.tensors))
     return _noted(captured, *notes)

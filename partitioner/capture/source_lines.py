@@ -9,6 +9,8 @@ conditional expression, among the locals of the frames.)
 `exchanged` replaces, for a block, functions that imported modules and the model hold by name:
 `from torch import is_grad_enabled` keeps a reference that a patch of torch cannot change.
 
+`replacement` finds a function of the user's that a function of torch calls in place of torch's own.
+
 `verify_names` checks that generated code can use the names of modules, parameters and buffers.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import inspect
 import keyword
 import linecache
 import os
@@ -26,10 +29,11 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType, TracebackType
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
+import typing_extensions
 from torch import nn
 
 from ...runtime.errors import CaptureError
@@ -37,6 +41,7 @@ from ...runtime.formatting import hiding_in, one_line
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_DECORATORS = (contextlib.__file__, typing_extensions.__file__)
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _LINE = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
@@ -45,10 +50,10 @@ _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "STORE_GLOBAL")
 
 @lru_cache(maxsize=4096)
 def is_user_file(file: str) -> bool:
-    """True for a real file outside of torch and this package."""
+    """True for a real file outside of torch, of its decorators and of this package."""
     if file.startswith("<"):
         return file.startswith(("<ipython", "<stdin"))
-    return not file.startswith((_OURS, _TORCH)) and file != contextlib.__file__
+    return not file.startswith((_OURS, _TORCH)) and file not in _DECORATORS
 
 
 def is_installed_file(file: str) -> bool:
@@ -265,6 +270,44 @@ def _holds(scope: dict[str, Any], ids: frozenset[int], kinds: tuple[type, ...]) 
 
 
 _OWN = frozenset((*dir(nn.Module), *vars(nn.Module())))
+
+
+_NAMESPACES = (nn.functional, torch, torch.Tensor)
+_WRAPPED = ("__wrapped__", "_torchdynamo_orig_callable")  # of functools.wraps, and of torch.compile
+
+
+def replacement(
+    start: Callable[..., Any], owner: type[nn.Module] | None, seen: set[CodeType]
+) -> str:
+    """The name and place of the first function of the user's that is, or that is called by, a
+    function of torch's or a method of the module `owner`; "" if there is none. `seen` receives the
+    code that calls none."""
+    waiting: list[tuple[str, Any]] = [("forward" if owner else start.__name__, start)]
+    while waiting:
+        name, function = waiting.pop()
+        code = getattr(function, "__code__", None)
+        if code is None or code in seen:
+            continue
+        file = code.co_filename
+        if is_user_file(file) and not is_library_file(file):
+            return f"{name} of {os.path.basename(file)}:{code.co_firstlineno}"
+        seen.add(code)
+        inside = [getattr(function, each, None) for each in _WRAPPED]
+        inside += [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+        waiting += [(name, each) for each in inside]
+        for called in _names_in(code):
+            for place in (owner, *_NAMESPACES):
+                found = inspect.getattr_static(place, called, None)
+                if isinstance(found, FunctionType):
+                    waiting.append((called, found))
+    return ""
+
+
+@lru_cache(maxsize=4096)
+def _names_in(code: CodeType) -> frozenset[str]:
+    """The global names and attributes that some code reads."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(code.co_names).union(*map(_names_in, inner))
 
 
 def verify_names(model: nn.Module) -> None:

@@ -3,6 +3,7 @@ traceback: the smallest model of each, exact or refused with its cause."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import asyncpipe
-from asyncpipe.partitioner.capture import capture
+from asyncpipe.partitioner.capture import capture, run
 from asyncpipe.runtime.errors import CaptureError
 from asyncpipe.runtime.executor.stage import Stage
 
@@ -441,3 +442,51 @@ def test_a_count_of_calls_that_decides_is_exact_in_the_module_that_is_named(tmp_
         expected = model(X)
         torch.manual_seed(seed)
         torch.testing.assert_close(pipe(X), expected)
+
+
+class Attending(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.layer_norm(self.a(x), (6,))[:, None]
+        return self.b(F.gelu(self.attention(x, x, x, need_weights=False)[0][:, 0]))
+
+
+def halved(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def half(*args: Any, **kwargs: Any) -> Tensor:
+        return function(*args, **kwargs) / 2
+
+    return half
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "user"),
+    [
+        (nn.Linear, "forward", "nn.Linear"),
+        (F, "linear", "nn.Linear"),
+        (F, "scaled_dot_product_attention", "nn.MultiheadAttention"),
+        (F, "layer_norm", "layer_norm"),  # recorded under the name of what replaces it
+    ],
+)
+def test_code_in_the_place_of_torchs_own_is_refused_where_ranks_would_not_run_it(
+    place: Any, name: str, user: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"x": torch.randn(4, 6)}
+    capture(Attending(), given)
+    monkeypatch.setattr(place, name, halved(getattr(place, name)))
+    with pytest.raises(CaptureError, match=rf"{user} runs {name} of test_published_patterns\.py:"):
+        capture(Attending(), given)
+
+
+def test_a_replaced_function_that_forward_calls_itself_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(F, "gelu", halved(F.gelu))
+    model, given = Attending().eval(), {"x": torch.randn(4, 6)}
+    captured, expected = capture(model, given), model(**given)
+    monkeypatch.undo()
+    assert torch.equal(run(captured, given, training=False), expected)
+    assert not torch.equal(model(**given), expected)
