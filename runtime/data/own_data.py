@@ -7,7 +7,9 @@ as a pair of these, as `random_split` gives it or as splits by name (DatasetDict
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Set
+from contextlib import chdir
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,12 +58,19 @@ def own_parts(source: str, seed: int) -> tuple[Part, Part | None]:
     """Calls the user's function; returns its training and its evaluation data (None if there are
     none). Its random draws depend on the seed alone.
 
-    Raises DataError if it returns something else.
+    The current folder is the same afterwards: a run's own folders may be relative to it. Raises
+    DataError if the function returns something else.
     """
-    function = import_seeded(source, "--data", DataError, seed)
+    with chdir("."):
+        function = import_seeded(source, "--data", DataError, seed)
+        there = os.getcwd()
 
     def call() -> Any:
-        with drawing_from(seed, "data"), user_errors_as(DataError, f"--data {source}"):
+        with (
+            chdir(there),
+            drawing_from(seed, "data"),
+            user_errors_as(DataError, f"--data {source}"),
+        ):
             return function() if callable(function) else function
 
     data = call()

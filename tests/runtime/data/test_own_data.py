@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.utils.data import (
 from asyncpipe.runtime.config.resolve import resolve
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.data.own_data import own_parts
+from asyncpipe.runtime.data.samples import Columns
 from asyncpipe.runtime.data.task import SampleOrder
 from asyncpipe.runtime.errors import DataError
 from asyncpipe.runtime.plan.plan import Plan
@@ -348,3 +350,18 @@ def test_a_collate_function_may_return_a_tuple_and_must_keep_all_samples(
     data = opened(DataLoader(Rows(), collate_fn=lambda rows: padded(rows[1:])))
     with pytest.raises(DataError, match=r"made x of shape \(2, 16\) from 3 samples"):
         read(data.train, 0, 1, 2)
+
+
+def test_code_that_changes_the_current_folder_leaves_the_run_where_it_was(tmp_path: Path) -> None:
+    """At its import and at its call; a file that it reads there is found."""
+    (tmp_path / "at_call").mkdir()
+    (tmp_path / "at_call" / "rows.txt").write_text("1 2 3")
+    (tmp_path / "mine.py").write_text(
+        f"import os\nimport torch\nos.chdir({str(tmp_path)!r})\n\n"
+        "def data():\n    os.chdir('at_call')\n"
+        "    rows = [float(n) for n in open('rows.txt').read().split()]\n"
+        "    return {'x': torch.tensor(rows)}\n"
+    )
+    before = os.getcwd()
+    train, _ = own_parts(f"{tmp_path / 'mine.py'}:data", 1)
+    assert os.getcwd() == before and isinstance(train.samples, Columns)
