@@ -279,28 +279,49 @@ _WRAPPED = ("__wrapped__", "_torchdynamo_orig_callable")  # of functools.wraps, 
 def replacement(
     start: Callable[..., Any], owner: type[nn.Module] | None, seen: set[CodeType]
 ) -> str:
-    """The name and place of the first function of the user's that is, or that is called by, a
-    function of torch's or a method of the module `owner`; "" if there is none. `seen` receives the
-    code that calls none."""
+    """The name and place of the first function that is, or that is called by, a function of torch's
+    or the forward of the module `owner`, and is not torch's own; "" if there is none. `seen`
+    receives the code that calls none."""
+    classes = {kind.__qualname__ for kind in owner.__mro__} if owner else set()
     waiting: list[tuple[str, Any]] = [("forward" if owner else start.__name__, start)]
     while waiting:
         name, function = waiting.pop()
         code = getattr(function, "__code__", None)
-        if code is None or code in seen:
+        if code is None:
             continue
         file = code.co_filename
         if is_user_file(file) and not is_library_file(file):
             return f"{name} of {os.path.basename(file)}:{code.co_firstlineno}"
+        of_class = function.__qualname__.rpartition(".")[0]
+        if owner and function is start and of_class not in classes:
+            return f"the forward of {of_class}"
+        if code in seen:
+            continue
         seen.add(code)
         inside = [getattr(function, each, None) for each in _WRAPPED]
         inside += [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
         waiting += [(name, each) for each in inside]
         for called in _names_in(code):
+            if any(_has_other(place, called) for place in _NAMESPACES):
+                return f"another {called}"
             for place in (owner, *_NAMESPACES):
                 found = inspect.getattr_static(place, called, None)
                 if isinstance(found, FunctionType):
                     waiting.append((called, found))
     return ""
+
+
+def _has_other(place: Any, name: str) -> bool:
+    """True if torch's function of a public name is an object of another name: a function of
+    torch's, or something that is called and is no function."""
+    found = inspect.getattr_static(place, name, None)
+    if name.startswith("_") or not callable(found) or isinstance(found, type):
+        return False
+    if isinstance(found, FunctionType) and is_user_file(found.__code__.co_filename):
+        return False  # which is told with its place
+    own = getattr(found, "__name__", "").replace("_", "")
+    is_operator = isinstance(found, torch._ops.OpOverloadPacket)
+    return own != name.replace("_", "") or (is_operator and not str(found).startswith("aten."))
 
 
 @lru_cache(maxsize=4096)

@@ -481,6 +481,41 @@ def test_code_in_the_place_of_torchs_own_is_refused_where_ranks_would_not_run_it
         capture(Attending(), given)
 
 
+class Called:
+    """Stands for linear, and is no function."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return (x @ weight.t() + bias) / 2
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return (x @ weight.t() + bias) * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None, None
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "other", "told"),
+    [
+        (F, "linear", Called(), "nn.Linear runs another linear in place"),
+        (F, "linear", Doubled.apply, "nn.Linear runs another linear in place"),
+        (F, "relu", F.silu, "nn.ReLU runs another relu in place"),
+        (nn.ReLU, "forward", nn.Tanh.forward, "nn.ReLU runs the forward of Tanh in place"),
+    ],
+)
+def test_another_object_in_the_place_of_torchs_own_is_refused_too(
+    place: Any, name: str, other: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    monkeypatch.setattr(place, name, other)
+    with pytest.raises(CaptureError, match=told):
+        capture(model, {"input": torch.randn(4, 6)})
+
+
 def test_a_replaced_function_that_forward_calls_itself_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
