@@ -16,7 +16,7 @@ torch's with the same cuts.
 
     python benchmarks/runtime.py                        results/runtime_<case>.json, every case
     python benchmarks/runtime.py --cases gpt-m8 --rounds 9 --only 1f1b "torch 1F1B"
-    python benchmarks/runtime.py --cases wide-m8 --only 1f1b "torch 1F1B" --label pairs
+    python benchmarks/runtime.py --cases wide-m8 --only 1f1b "torch 1F1B" --label named
     python benchmarks/runtime.py --memory               results/runtime_memory.json
 """
 

@@ -1,5 +1,5 @@
-"""Writes five tables of docs/benchmarks.md from the committed results: throughput, `auto`,
-compiled stages, predictions, and the time before the first step.
+"""Writes six tables of docs/benchmarks.md from the committed results: throughput, the schedules
+that torch has too, `auto`, compiled stages, predictions, and the time before the first step.
 
 python benchmarks/tables.py
 """
@@ -12,13 +12,7 @@ from statistics import geometric_mean, median
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- made by benchmarks/tables.py -->\n", "<!-- end -->\n"
-MODELS = {
-    "GPT": "gpt-m8_models",
-    "Llama": "llama-m8_models",
-    "T5": "t5-m8_models",
-    "ResNet": "resnet-m8_models",
-    "ViT": "vit-m8_models",
-}
+MODELS = {"GPT": "gpt", "Llama": "llama", "T5": "t5", "ResNet": "resnet", "ViT": "vit"}
 ROWS = {
     "ceiling: independent copies": "two independent copies",
     "async-1f1b, stash, as far ahead as by default": "`async-1f1b`",
@@ -46,15 +40,16 @@ NAMES = {
 }
 
 
-def shares_of(case: str) -> Mapping[str, float]:
-    """The rate of each configuration of a case as a share of the independent copies'."""
-    table = json.loads((HERE / "results" / f"runtime_{case}.json").read_text())["table"]
+def shares_of(family: str, label: str) -> Mapping[str, float]:
+    """The rate of each configuration of a model as a share of the independent copies'."""
+    file = HERE / "results" / f"runtime_{family}-m8_{label}.json"
+    table = json.loads(file.read_text())["table"]
     return {entry["configuration"]: entry["of_ceiling"] for entry in table}
 
 
-def throughput() -> str:
-    """The table of all models, with geometric means."""
-    shares = {model: shares_of(case) for model, case in MODELS.items()}
+def throughput(label: str) -> str:
+    """The table of the results with a label for all models, with geometric means."""
+    shares = {model: shares_of(family, label) for model, family in MODELS.items()}
     lines = [f"| | {' | '.join(MODELS)} | mean |", f"|---|{'--:|' * (len(MODELS) + 1)}"]
     for name, label in ROWS.items():
         own = [of_model[name] for of_model in shares.values() if name in of_model]
@@ -149,7 +144,10 @@ def written(page: str) -> str:
     """The page with the tables of the present results."""
     first, *rest = page.split(BEGIN)
     after = (part.partition(END)[2] for part in rest)
-    tables = (throughput(), auto_schedules(), compiled(), predictions(), start_times())
+    tables = (
+        *(throughput("models"), throughput("named")),
+        *(auto_schedules(), compiled(), predictions(), start_times()),
+    )
     made = zip(tables, after, strict=True)
     return first + "".join(f"{BEGIN}\n{table}\n{END}{text}" for table, text in made)
 
