@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..freezing.elastic import NO_CACHE
-from ..optimizers.facts import OPTIMIZERS, facts_of
+from ..optimizers.facts import facts_of
 from ..plan.plan import Plan
 from ..plan.validate import with_option
 from ..staleness.compose import METHODS, parse, reads_optimizer
@@ -57,18 +57,6 @@ def _check_options(settings: Settings, plan: Plan, ranks: int) -> None:
             raise SettingsError(
                 f"{flag} is not possible with {given}.", f"Leave {flag} out, or --tensor-parallel 1"
             )
-
-
-def tensor_ranks_warning(config: RunConfig) -> str:
-    """A warning of an optimizer of the user's own, which has parts of split weights; "" for
-    others."""
-    if config.tensor_ranks == 1 or config.optimizer in OPTIMIZERS:
-        return ""
-    return (
-        f"--optimizer {config.optimizer} has each rank's parts of split weights: with "
-        f"--tensor-parallel {config.tensor_ranks} it equals the plain model's if it steps each "
-        "number by itself, as AdamW does, and takes no norm or product of a whole matrix."
-    )
 
 
 def check_tensor_ranks(config: RunConfig) -> None:

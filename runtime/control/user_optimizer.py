@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from ..config.settings import RunConfig, SettingsError
 from ..formatting import kind_of
 from ..optimizers.param_groups import APART
+from ..optimizers.reach import Reach, reach_of
+from ..plan.plan import Plan
 from ..rng import import_seeded
 from ..user_code import user_errors_as
 
@@ -60,6 +62,32 @@ def make_user_optimizer(
         )
     _set_apart(optimizer, shared)
     return optimizer
+
+
+def reach_warning(optimizer: Optimizer, plan: Plan, config: RunConfig) -> str:
+    """A warning of an optimizer whose steps are not those of the plain model, as a stage or a
+    tensor rank lacks gradients on which they depend; "" for others."""
+    reach, name = reach_of(optimizer), type(optimizer).__name__
+    if reach is Reach.PARAMETERS and (len(plan.stages) > 1 or config.zero):
+        return (
+            f"{name} steps a parameter by the gradients of others too, and here by those of the "
+            "same stage and rank alone: its steps are not those of the plain model. If it clips "
+            "gradients by their norm, let it not, and use --clip."
+        )
+    if config.tensor_ranks == 1 or reach is Reach.NUMBER:
+        return ""
+    given = f"--tensor-parallel {config.tensor_ranks}"
+    if reach is None:
+        return (
+            f"{name} could not be tried on other tensors than its parameters. With {given} its "
+            "steps are those of the plain model only if it steps each number by itself, as AdamW "
+            "does."
+        )
+    return (
+        f"{name} steps the numbers of a parameter by one another, and with {given} a rank has only "
+        "parts of some parameters: its steps are not those of the plain model. The built-in muon, "
+        "soap and adafactor step whole matrices."
+    )
 
 
 def _set_apart(optimizer: Optimizer, shared: Mapping[str, Tensor]) -> None:

@@ -350,8 +350,8 @@ def gather_alike(content: bytes, ranks: int, group: dist.ProcessGroup | None = N
 _LOOK_S = 0.02
 
 
-WARNING = "warning"
-"""The key under which a rank posts a warning for rank 0 to report."""
+WARNINGS = LOSS_WARNING, OPTIMIZER_WARNING = "warning of the loss", "warning of the optimizer"
+"""The keys under which ranks post warnings for rank 0 to report, each once."""
 
 
 class SharedStore:

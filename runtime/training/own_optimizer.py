@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..config.settings import SettingsError
-from ..control.user_optimizer import load_user_state, user_state_of
+from ..config.settings import RunConfig, SettingsError
+from ..control.user_optimizer import load_user_state, reach_warning, user_state_of
+from ..plan.plan import Plan
 from ..sharding.owned_steps import OwnedSteps
 from .clipping import NormShare
 
@@ -35,7 +36,8 @@ class OwnOptimizer:
     left: the gradients of a step without an optimizer, which the user's loop applies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan, config: RunConfig) -> None:
+        self._plan, self._config = plan, config
         self.left: dict[nn.Parameter, Tensor] = {}
         self.optimizer: Optimizer | None = None
         self._scheduler: LRScheduler | None = None
@@ -58,6 +60,8 @@ class OwnOptimizer:
         """
         if optimizer is not None and optimizer is not self.optimizer:
             check_optimizer(optimizer, parameters)
+            if text := reach_warning(optimizer, self._plan, self._config):
+                warnings.warn(text, stacklevel=4)
         if scheduler is not None:
             check_scheduler(scheduler, optimizer)
         self.optimizer, self._scheduler = optimizer, scheduler

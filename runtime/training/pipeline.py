@@ -101,7 +101,7 @@ class Pipeline(TrainedStages):
         given = None if isinstance(loss, str) else loss
         setup = with_cache(agree(job, world, Activities(), board, criterion=given))
         self._calls = Calls(world, board, job.config.patience_s)
-        self._own = None if "optimizer" in options else OwnOptimizer()
+        self._own = None if "optimizer" in options else OwnOptimizer(job.plan, job.config)
         super().__init__(setup, self._made_step, own=self._own)
         self.events = events_of(self.config, StepBatch.of(self.config), UNKNOWN_LENGTH)
         self._made: deque[StepResult] = deque()

@@ -30,7 +30,6 @@ from ..config.resolve import batch_identity, costs_at_sizes
 from ..config.run_memory import memory_in_run
 from ..config.segments import make_segment, waiting_stages
 from ..config.settings import RunConfig
-from ..config.tensor_options import tensor_ranks_warning
 from ..control.learning_rate import WSD_SHARE
 from ..data.task import TARGET
 from ..distributed.cpu_affinity import Machine
@@ -234,8 +233,6 @@ def _warnings(job: Job, schedule: Schedule, machine: Machine, grid: Grid) -> Ite
     if bytes_alone := tokenizer_warning(config, plan, job.task):
         yield bytes_alone
     yield from placement_warnings(plan, machine, grid)
-    if of_parts := tensor_ranks_warning(config):
-        yield of_parts
 
 
 def predict(plan: Plan, schedule: Schedule, forecast: Forecast | None) -> PredictedStep:

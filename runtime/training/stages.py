@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Unpack
@@ -20,9 +20,10 @@ from ..config.batch_layout import StepBatch
 from ..config.mixed_precision import precision_of, weights_dtype
 from ..config.segments import RunSegment, schedule_of
 from ..config.settings import RunConfig
+from ..control.user_optimizer import reach_warning
 from ..data.task import GIVEN, TARGET, sizes_of
 from ..distributed.connections import make_transport
-from ..distributed.process_groups import WARNING
+from ..distributed.process_groups import LOSS_WARNING, OPTIMIZER_WARNING
 from ..executor.compiled import compile_again, compile_stage
 from ..executor.executor import Executor
 from ..executor.instrumented import Activity
@@ -40,6 +41,7 @@ from ..freezing.freezing import Freezing
 from ..freezing.plasticity import Similarities
 from ..freezing.rules import Events, Progress, parse_rule
 from ..monitoring.gather import RankFigures
+from ..optimizers.facts import OPTIMIZERS
 from ..plan.plan import Plan
 from ..schedule.schedule import Schedule
 from .evaluation import find_criterion, forward_schedule
@@ -47,6 +49,7 @@ from .optimizer_step import OptimizerStepper
 from .own_optimizer import OwnOptimizer
 from .replica_gradients import first_buffers, share_buffers
 from .setup import Setup
+from .stage_optimizer import StageSteps
 
 FREEZING = "freezing"
 """The key of the progress of freezing in a checkpoint."""
@@ -127,6 +130,7 @@ class TrainedStages:
             learning_rate=setup.learning_rate,
             tensor_ranks=setup.tensor_ranks,
         )
+        _warn_of_optimizer(setup, self.stepper.optimizers.values())
         self.executor.attach(self.stepper.optimizers)
         if self.freezing is not None and self.freezing.reads_gradients:
             self.stepper.before_step = self._add_squares
@@ -413,12 +417,27 @@ def _targets(
         with setup.activities.during(waits):
             return setup.world.sum_of_copies(own)
 
-    is_given = setup.job.config.data == GIVEN
     has_copies = setup.world.data_parallel_group is not None and setup.job.config.has_network
     return LossTargets(
         setup.job.plan,
         modules,
         criterion,
         sum_of_copies=added if has_copies else None,
-        warn=warnings.warn if is_given else partial(setup.board.post, WARNING),
+        warn=_warn(setup, LOSS_WARNING),
     )
+
+
+def _warn_of_optimizer(setup: Setup, steps: Iterable[StageSteps]) -> None:
+    """Warns of an optimizer file of the user's whose steps are not those of the plain model."""
+    config, plan = setup.job.config, setup.job.plan
+    if config.optimizer not in OPTIMIZERS:
+        made = (each.optimizer for each in steps)
+        texts = {reach_warning(each, plan, config) for each in made if each is not None}
+        for text in texts - {""}:
+            _warn(setup, OPTIMIZER_WARNING)(text)
+
+
+def _warn(setup: Setup, key: str) -> Callable[[str], object]:
+    """Posts a warning under a key for rank 0, or shows it in a loop of the user's own."""
+    is_given = setup.job.config.data == GIVEN
+    return warnings.warn if is_given else partial(setup.board.post, key)

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ..data.streams import UNKNOWN_LENGTH
-from ..distributed.process_groups import WARNING
+from ..distributed.process_groups import WARNINGS
 from ..executor.instrumented import CACHE_BYTES, CACHE_FIGURES, COMPUTING, PURPOSES, Activity, Kind
 from ..monitoring.gather import Gather, RankFigures
 from ..monitoring.idle import RankTime
@@ -75,7 +75,7 @@ class Watch:
         self.frozen: tuple[int, int] | None = None
         self.block_norms: tuple[float, ...] = ()
         self.block_distances: tuple[float, ...] = ()
-        self._cache, self._board, self._has_warned = setup.cache, setup.board, False
+        self._cache, self._board, self._awaited_warnings = setup.cache, setup.board, list(WARNINGS)
 
     def poll(self) -> None:
         """Reports every step for which all ranks have sent their metrics."""
@@ -165,14 +165,15 @@ class Watch:
         with self._activities.during(Activity("writing", "reports a step")):
             self._reporter.on_step(record)
             made = step - self._batch.first_step
-            if not self._has_warned and not made & (made - 1):
-                self._report_warning()
+            if self._awaited_warnings and not made & (made - 1):
+                self._report_warnings()
 
-    def _report_warning(self) -> None:
-        """Reports what a rank has posted under WARNING."""
-        if (text := self._board.read(WARNING)) is not None:
-            self._has_warned = True
-            self._reporter.on_warning(text)
+    def _report_warnings(self) -> None:
+        """Reports what ranks have posted under WARNINGS."""
+        for key in tuple(self._awaited_warnings):
+            if (text := self._board.read(key)) is not None:
+                self._awaited_warnings.remove(key)
+                self._reporter.on_warning(text)
 
     def _record(self, step: int, figures: list[RankFigures]) -> StepRecord:
         config = self._config

@@ -436,6 +436,20 @@ def test_after_a_failed_step_nothing_goes_on(folder: Path) -> None:
         pipe.step((x, y))
 
 
+class Clipping(torch.optim.SGD):
+    """Clips the gradients of all its parameters together."""
+
+    def step(self, closure: Any = None) -> None:
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        super().step()
+
+
+def test_an_optimizer_that_looks_at_several_parameters_is_noticed(folder: Path) -> None:
+    pipe = asyncpipe.Pipeline(folder, loss=loss_of)
+    with pytest.warns(UserWarning, match="Clipping steps a parameter by the gradients of others"):
+        pipe.step(batches(1)[0], optimizer=Clipping(pipe.parameters(), lr=0.1))
+
+
 def test_gradients_that_nobody_uses_are_noticed(folder: Path) -> None:
     pipe = asyncpipe.Pipeline(folder, loss=loss_of, micro_batches=1)
     with pytest.warns(UserWarning, match="gradients of 100 steps have been added up"):

@@ -52,6 +52,19 @@ class Counting(Optimizer):
                 parameter.sub_(state["mean"].sign(), alpha=size)
 
 
+class Clipping(torch.optim.SGD):
+    """Clips the gradients of all its parameters together."""
+
+    def step(self, closure=None):
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+        super().step()
+
+
+def clipping(named, lr):
+    return Clipping([parameter for _, parameter in named], lr)
+
+
 def counting(named, lr):
     return Counting([parameter for _, parameter in named], lr)
 
@@ -212,6 +225,19 @@ def test_what_does_not_fit_is_told_in_a_sentence(
         train(folder / "mlp", tmp_path / "run", **(USUAL | options | own))
     assert re.search(told, error.value.what), error.value.what
     assert "\n" not in error.value.what
+
+
+@pytest.mark.parametrize("schedule", ["single", "1f1b"])
+def test_a_run_warns_of_an_optimizer_that_looks_at_several_parameters(
+    folder: Path, tmp_path: Path, schedule: str
+) -> None:
+    own = f"{folder / 'own_optimizers.py'}"
+    for made in ("clipping", "counting"):
+        given = USUAL | {"schedule": schedule, "optimizer": f"{own}:{made}", "steps": 2}
+        train(folder / "mlp", tmp_path / made, **given)
+    assert not events_of(tmp_path / "counting", "warning")
+    (told,) = events_of(tmp_path / "clipping", "warning")
+    assert told.startswith("Clipping steps a parameter by the gradients of others too, and here by")
 
 
 def test_a_file_that_is_missing_is_told_before_the_run(folder: Path, tmp_path: Path) -> None:

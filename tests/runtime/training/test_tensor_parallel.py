@@ -141,6 +141,47 @@ def test_optimizers_of_whole_matrices_step_as_in_one_process(
     assert largest_difference(one, other) < 1e-10
 
 
+OWN = """
+import torch
+
+
+class Untried(torch.optim.SGD):
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.cannot_be_copied = (each for each in ())
+
+
+def adafactor(named, lr):
+    return torch.optim.Adafactor([parameter for _, parameter in named], lr)
+
+
+def adamw(named, lr):
+    return torch.optim.AdamW([parameter for _, parameter in named], lr)
+
+
+def untried(named, lr):
+    return Untried([parameter for _, parameter in named], lr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("adafactor", "Adafactor steps the numbers of a parameter by one another, and with "),
+        ("untried", "Untried could not be tried on other tensors than its parameters. With "),
+        ("adamw", ""),
+    ],
+)
+def test_a_run_warns_of_an_own_optimizer_that_looks_at_whole_parameters(
+    name: str, told: str, folders: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    given = {"optimizer": f"{tmp_path / 'own.py'}:{name}", "steps": 1, "tensor_parallel": 2}
+    train(folders / "two", tmp_path / "run", **given)
+    warned = events_of(tmp_path / "run", "warning")
+    assert [text[: len(told)] for text in warned] == ([told] if told else [])
+
+
 def test_each_block_sums_one_activation_forward_and_one_backward(
     folders: Path, tmp_path: Path
 ) -> None:
