@@ -11,8 +11,7 @@ from ..freezing.elastic import NO_CACHE
 from ..freezing.rules import EPOCH, PLASTICITY, TABLE, Events, in_full, parse_rule
 from ..limits import typed
 from ..plan.plan import Plan, verify_evaluates
-from ..staleness import METHODS, parse
-from ..staleness.protocol import Staleness
+from ..staleness.compose import that_evaluate_others
 from .batch_layout import StepBatch
 from .settings import RunConfig, Settings, SettingsError
 
@@ -91,11 +90,7 @@ def check_evaluated_weights(config: RunConfig) -> None:
     would jump when a block freezes."""
     if config.freeze is None:
         return
-    others = [
-        name
-        for name in parse(config.methods)
-        if METHODS[name].eval_weights is not Staleness.eval_weights
-    ]
+    others = that_evaluate_others(config.methods)
     given = f"--staleness {config.staleness}" if others else f"--ema {config.ema}"
     if others or config.ema is not None:
         raise SettingsError(

@@ -22,6 +22,7 @@ from ..optimizers.param_groups import APART
 from ..optimizers.reach import Reach, reach_of
 from ..plan.plan import Plan
 from ..rng import import_seeded
+from ..staleness.compose import that_evaluate_others
 from ..user_code import user_errors_as
 
 _VALUES = "values"
@@ -61,7 +62,30 @@ def make_user_optimizer(
             "Give it the parameters themselves.",
         )
     _set_apart(optimizer, shared)
+    if moves_weights(optimizer):
+        _check_moved_weights(optimizer, config)
+        optimizer.train()  # type: ignore[attr-defined]
     return optimizer
+
+
+def moves_weights(optimizer: Optimizer) -> bool:
+    """True if an optimizer has `train()` and `eval()`, as schedule-free ones do."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def _check_moved_weights(optimizer: Optimizer, config: RunConfig) -> None:
+    others = {
+        f"--ema {config.ema}": config.ema is not None,
+        f"--freeze {config.freeze}": config.freeze is not None,
+        f"--zero {config.zero}": config.zero > 0,
+        f"--staleness {config.staleness}": bool(that_evaluate_others(config.methods)),
+    }
+    for option in (name for name, is_given in others.items() if is_given):
+        raise SettingsError(
+            f"{type(optimizer).__name__} evaluates other weights than it trains, which is not "
+            f"possible with {option}.",
+            "Leave that option out, or choose another optimizer.",
+        )
 
 
 def reach_warning(optimizer: Optimizer, plan: Plan, config: RunConfig) -> str:

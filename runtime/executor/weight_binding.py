@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from torch import Tensor
 
@@ -54,6 +55,7 @@ class WeightBinder:
         self._corrects = any(
             type(m).after_backward is not Staleness.after_backward for m in methods
         )
+        self._moved_by: Any = None
         self._to_load: State = {}
 
     @property
@@ -76,6 +78,7 @@ class WeightBinder:
 
     def attach(self, steps: Steps) -> None:
         """Gives the methods the stage's optimizer."""
+        self._moved_by = steps.optimizer if steps.moves_weights else None
         follows = any(method.follows_schedule for method in self.methods)
         for method in self.methods:
             method.steps = OptimizerView(steps, self.weights, self.lr_scale, follows)
@@ -105,7 +108,9 @@ class WeightBinder:
 
     @property
     def has_eval_weights(self) -> bool:
-        """True if a method trains with other weights than those to evaluate and to save."""
+        """True if other weights are trained than those to evaluate and to save."""
+        if self._moved_by is not None:
+            return True
         return any(type(m).eval_weights is not Staleness.eval_weights for m in self.methods)
 
     def state(self) -> State:
@@ -223,6 +228,8 @@ class WeightBinder:
                 if state := _of(method.name, self._to_load):
                     method.load(self.weights, state)
                 inside.enter_context(method.eval_weights(self.weights))
+            if self._moved_by is not None:
+                inside.enter_context(_moved(self._moved_by, self.weights))
             yield
 
     def lr_scale(self, version: int, name: str | None = None) -> float:
@@ -239,6 +246,17 @@ class WeightBinder:
     def _binds(self, pair: VersionPair, *, repeats: bool) -> bool:
         """True if a forward that reads the values of the live weights needs leaves of its own."""
         return pair.crosses_step and (self._keeps or (bool(self._backward) and not repeats))
+
+
+@contextmanager
+def _moved(optimizer: Any, weights: WeightVersions) -> Iterator[None]:
+    """Inside, an optimizer has moved the weights to those to evaluate."""
+    with weights.restored():  # to the last bit, which `train()` does not do
+        optimizer.eval()
+        try:
+            yield
+        finally:
+            optimizer.train()
 
 
 def _of(method: str, state: State) -> State:

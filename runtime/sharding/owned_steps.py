@@ -17,6 +17,8 @@ class OwnedSteps:
     matrices: the owners of weights that are stepped as wholes, among the tensor ranks.
     """
 
+    moves_weights = False
+
     def __init__(self, shards: Shards, matrices: WholeMatrices = NO_MATRICES) -> None:
         self.shards, self.matrices = shards, matrices
         self._followers: list[Callable[[], None]] = []

@@ -65,15 +65,8 @@ class MovingAverage(Staleness):
 
     @contextmanager
     def eval_weights(self, weights: WeightVersions) -> Iterator[None]:
-        stored = {name: weights.live[name].detach().clone() for name in self._average}
-        _copy(self._average, weights)
-        try:
+        with weights.restored():
+            with torch.no_grad():
+                for name, average in self._average.items():
+                    weights.live[name].copy_(average)
             yield
-        finally:
-            _copy(stored, weights)
-
-
-@torch.no_grad()
-def _copy(tensors: dict[str, Tensor], weights: WeightVersions) -> None:
-    for name, tensor in tensors.items():
-        weights.live[name].copy_(tensor)

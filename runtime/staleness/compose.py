@@ -248,7 +248,7 @@ def check(names: str, conditions: Conditions) -> None:
     parsed = parse(names)
     _check_parts(parsed)
     for name in parsed:
-        if conditions.ema and METHODS[name].eval_weights is not Staleness.eval_weights:
+        if conditions.ema and name in that_evaluate_others(names):
             raise ScheduleError(
                 f"--staleness {names}: {name} evaluates other weights than it trains, and --ema "
                 "averages those that are trained.",
@@ -257,6 +257,11 @@ def check(names: str, conditions: Conditions) -> None:
         for need in sorted(METHODS[name].needs):
             if lack := _lack(need, parsed, conditions):
                 raise ScheduleError(f"--staleness {names}: {name} {lack[0]}.", lack[1])
+
+
+def that_evaluate_others(names: str) -> list[str]:
+    """Those of the methods that evaluate and save other weights than they train."""
+    return [n for n in parse(names) if METHODS[n].eval_weights is not Staleness.eval_weights]
 
 
 def has_other_backward(names: str) -> bool:

@@ -405,13 +405,8 @@ class ErrorFeedback(Staleness):
 
     @contextmanager
     def eval_weights(self, weights: WeightVersions) -> Iterator[None]:
-        stored = {name: weights.live[name].detach().clone() for name in self._last}
-        with torch.no_grad():
-            for name, last in self._last.items():
-                weights.live[name].add_(last, alpha=self._looks_ahead[name])
-        try:
-            yield
-        finally:
+        with weights.restored():
             with torch.no_grad():
-                for name, weight in stored.items():
-                    weights.live[name].copy_(weight)
+                for name, last in self._last.items():
+                    weights.live[name].add_(last, alpha=self._looks_ahead[name])
+            yield

@@ -112,6 +112,12 @@ class Steps(Protocol):
     @property
     def optimizer(self) -> Optimizer | None: ...
 
+    @property
+    def moves_weights(self) -> bool:
+        """True if the optimizer's `eval()` moves the weights to those to evaluate, and its
+        `train()` back, as those of schedule-free optimizers (Defazio et al., NeurIPS 2024)."""
+        ...
+
     def future_lr(self, steps: int) -> tuple[float, ...]:
         """Factors on the base learning rate for each of the next `steps` steps."""
         ...

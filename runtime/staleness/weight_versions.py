@@ -19,8 +19,8 @@ convolutions and BatchNorm reads through the parameter, not the memory it had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -245,6 +245,17 @@ class WeightVersions:
         self.version += 1
         self.gathered = 0
         self._drop_unused()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, the live weights may change; after it they are what they were."""
+        stored = {name: weight.detach().clone() for name, weight in self.live.items()}
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, weight in stored.items():
+                    self.live[name].copy_(weight)
 
     def unseen_by_autograd(self) -> AbstractContextManager[None]:
         """Inside, autograd ignores writes to the live weights.

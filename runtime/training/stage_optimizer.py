@@ -21,7 +21,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ..config.settings import RunConfig
 from ..control.learning_rate import learning_rate_of
-from ..control.user_optimizer import load_user_state, make_user_optimizer, user_state_of
+from ..control.user_optimizer import (
+    load_user_state,
+    make_user_optimizer,
+    moves_weights,
+    user_state_of,
+)
 from ..errors import PlanError
 from ..optimizers.facts import OPTIMIZERS, OptimizerFacts
 from ..optimizers.param_groups import APART, NOT_HIDDEN, Joint, hidden_matrices
@@ -115,6 +120,7 @@ class StageOptimizer(OwnedSteps):
         self.optimizer: Optimizer | None = None
         if named and self._is_users:
             self.optimizer = make_user_optimizer(named, config, apart)
+            self.moves_weights = moves_weights(self.optimizer)
         elif named:
             trainable = [parameter for _, parameter in named]
             self.optimizer = make_optimizer(trainable, config, hidden=hidden, shared=apart)

@@ -65,6 +65,43 @@ def clipping(named, lr):
     return Clipping([parameter for _, parameter in named], lr)
 
 
+class Averaging(Optimizer):
+    """Trains at a point between fast weights and their mean, which `eval` moves to."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "made": 0, "trains": False})
+
+    @torch.no_grad()
+    def _move(self, trains, share):
+        for group in self.param_groups:
+            if group["trains"] != trains:
+                for parameter in (each for each in group["params"] if each in self.state):
+                    parameter.lerp_(self.state[parameter]["fast"], share)
+            group["trains"] = trains
+
+    def train(self):
+        self._move(True, 0.1)
+
+    def eval(self):
+        self._move(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["trains"]
+            group["made"] += 1
+            for parameter in group["params"]:
+                fast = self.state[parameter].setdefault("fast", parameter.clone())
+                parameter.lerp_(fast, 1 - 1 / 0.9)
+                fast.sub_(parameter.grad, alpha=group["lr"])
+                parameter.lerp_(fast, 1 / group["made"])
+                parameter.lerp_(fast, 0.1)
+
+
+def averaging(named, lr):
+    return Averaging([parameter for _, parameter in named], lr)
+
+
 def counting(named, lr):
     return Counting([parameter for _, parameter in named], lr)
 
@@ -131,6 +168,8 @@ def plain_weights(folder: Path, made: str, **options: Any) -> dict[str, Tensor]:
     model = PlainMlp()
     optimizer = getattr(own, made)(list(model.named_parameters()), config.lr)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: own.falling(step, 6))
+    if made == "averaging":
+        optimizer.train()
     for step in range(6):
         for index in range(4):
             fields = feed(step * 4 + index)
@@ -138,10 +177,12 @@ def plain_weights(folder: Path, made: str, **options: Any) -> dict[str, Tensor]:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+    if made == "averaging":
+        optimizer.eval()
     return model.state_dict()
 
 
-@pytest.mark.parametrize("made", ["counting", "groups"])
+@pytest.mark.parametrize("made", ["counting", "groups", "averaging"])
 def test_an_optimizer_and_a_schedule_take_the_steps_of_a_plain_loop(
     folder: Path, tmp_path: Path, made: str
 ) -> None:
@@ -158,7 +199,7 @@ def test_an_optimizer_and_a_schedule_take_the_steps_of_a_plain_loop(
     assert f"lr schedule {own}:falling" in facts["optimizer"]
 
 
-@pytest.mark.parametrize("made", ["counting", "groups"])
+@pytest.mark.parametrize("made", ["counting", "groups", "averaging"])
 @pytest.mark.parametrize(
     "given",
     [{}, {"schedule": "async-1f1b", "ranks": 1, "micro_batches": 2, "staleness": "pipemare"}],
@@ -197,6 +238,11 @@ def test_a_tied_weight_has_a_group_of_its_own_with_the_options_of_its_old_one(
         ({"optimizer": "others"}, r"returned an optimizer of other tensors than it was given"),
         ({"optimizer": "broken"}, r"--optimizer .*:broken failed at .*py:[0-9]+: ValueError"),
         ({"optimizer": "missing"}, r"own_optimizers\.py has no missing"),
+        ({"optimizer": "averaging", "ema": 0.9}, r"other weights than it trains, .* --ema 0\.9"),
+        (
+            {"optimizer": "averaging", "schedule": "1f1b", "replicas": 2, "zero": 1},
+            r"Averaging evaluates other weights than it trains, .* with --zero 1",
+        ),
         ({"optimizer": "lists"}, r"cannot be written to a checkpoint: .*set"),
         ({"lr_schedule": "negative"}, r"negative returned -1\.0 for step 2 of 6"),
         ({"lr_schedule": "falling", "warmup": 3}, r"--warmup 3, but --lr-schedule"),

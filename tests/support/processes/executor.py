@@ -293,6 +293,7 @@ class Planned:
     factors: Factors
     weights: WeightVersions
     annealing_steps: int = 4
+    moves_weights: bool = False
 
     def clip_factor(self, gradients: Sequence[Tensor], scale: float) -> float:
         return 1.0
