@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..runtime.executor.loading import CONSTRUCTED_IN, SkipRandomInit, default_dtype
+from ..runtime.executor.recompute import ChangedParameters
 from ..runtime.user_code import hashed_name, import_file
 from .capture import Capture
 from .capture.model_state import device_of
@@ -326,12 +327,6 @@ def together(
         return list(pool.map(lambda place: contexts[place].run(timed, place), range(len(runs))))
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    leaves: list[Tensor]
-    roots: list[Tensor]
-
-
 class _Bench:
     """One stage with its inputs."""
 
@@ -350,6 +345,8 @@ class _Bench:
         self.received = [values[_name(node)] for node in stage.inputs]
         self.takes_gradient = [node.op != "placeholder" and _learns(node) for node in stage.inputs]
         self.roots = _roots(captured, stage)
+        names = [name for name, _ in module.named_parameters() if name in captured.changed]
+        self.changed = ChangedParameters(module, names)
 
     def sent(self) -> dict[str, Tensor]:
         """The tensors that the stage sends for a micro-batch."""
@@ -357,7 +354,7 @@ class _Bench:
 
     def run(self, in_flight: int) -> Iterator[WholeTimes]:
         """Runs forward and backward endlessly; yields the times of both."""
-        waiting: deque[_InFlight] = deque()
+        waiting: deque[list[Tensor]] = deque()
         while True:
             start = self.clock.mark()
             waiting.append(self._forward())
@@ -377,19 +374,19 @@ class _Bench:
         outputs = [result] if len(self.stage.outputs) == 1 else list(result or ())
         return dict(zip(map(_name, self.stage.outputs), outputs, strict=True))
 
-    def _forward(self) -> _InFlight:
-        arguments = self._leaves()
-        named = self._outputs(arguments)
-        roots = [named[name] for name in self.roots if named[name].requires_grad]
-        return _InFlight([leaf for leaf in arguments if leaf.requires_grad], roots)
+    def _forward(self) -> list[Tensor]:
+        """The tensors of a micro-batch at which its backward starts."""
+        with self.changed.saved_apart():
+            named = self._outputs(self._leaves())
+        return [named[name] for name in self.roots if named[name].requires_grad]
 
-    def _backward(self, waiting: deque[_InFlight]) -> float:
-        done = waiting.popleft()
-        seeds = [torch.ones_like(root) for root in done.roots]
+    def _backward(self, waiting: deque[list[Tensor]]) -> float:
+        roots = waiting.popleft()
+        seeds = [torch.ones_like(root) for root in roots]
         start = self.clock.mark()
-        if done.roots:
-            torch.autograd.backward(done.roots, seeds)
-        del done
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        del roots
         return self.clock.ms(start, self.clock.mark())
 
 

@@ -102,6 +102,21 @@ def pipeline_of(part: type[nn.Module], recompute: str) -> HandModel:
     return HandModel(plan, stages, batch)
 
 
+@pytest.mark.parametrize("part", [Follower, Codes, Unit])
+def test_stages_are_timed_with_several_micro_batches_in_flight(
+    part: type[nn.Module], tmp_path: Path
+) -> None:
+    model = Whole(part).double()
+    before = copy.deepcopy(model.state_dict())
+    plan = asyncpipe.partition(
+        model, batch(0), stages=3, cut_at=["second", "third"], output=tmp_path / "3p",
+        schedule="gpipe", micro_batches=4, no_cache=True,
+    )  # fmt: skip
+    assert all(stage.forward_ms > 0 for stage in plan.stages)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
 FROZEN = [Follower, Codes]
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
