@@ -193,7 +193,8 @@ def _stage(
     forward_ms = sum(cost.forward_ms for cost in costs)
     sums_ms = [transfers.sums.times_ms(node.name) for node in stage.nodes]
     again_ms = sum(ms for ms, _ in sums_ms) if load.recomputes else 0.0
-    changes = tuple(name for name in tensors.parameters if name in capture.changed)
+    changed = {*capture.changed, *capture.changed_buffers}
+    changes = tuple(each for each in (*tensors.parameters, *tensors.buffers) if each in changed)
     return StageSpec(
         index=stage.index,
         file=f"stage_{stage.index}.py",
@@ -231,7 +232,9 @@ def _stage(
         parts=stage_parts(capture, stage.nodes, labels, costs, again=load.recomputes),
         changes=changes,
         changes_trained=tuple(
-            name for name in changes if capture.model.get_parameter(name).requires_grad
+            name
+            for name in changes
+            if name in capture.changed and capture.model.get_parameter(name).requires_grad
         ),
     )
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..runtime.executor.loading import CONSTRUCTED_IN, SkipRandomInit, default_dtype
-from ..runtime.executor.recompute import ChangedParameters
+from ..runtime.executor.recompute import ChangedTensors, WrittenArguments
 from ..runtime.user_code import hashed_name, import_file
 from .capture import Capture
 from .capture.model_state import device_of
@@ -345,12 +345,14 @@ class _Bench:
         self.received = [values[_name(node)] for node in stage.inputs]
         self.takes_gradient = [node.op != "placeholder" and _learns(node) for node in stage.inputs]
         self.roots = _roots(captured, stage)
-        names = [name for name, _ in module.named_parameters() if name in captured.changed]
-        self.changed = ChangedParameters(module, names)
+        changed = {*captured.changed, *captured.changed_buffers}
+        own = (*module.named_parameters(), *module.named_buffers())
+        self.changed = ChangedTensors(module, [name for name, _ in own if name in changed])
+        self.written = WrittenArguments(list(map(_name, stage.inputs)))
 
     def sent(self) -> dict[str, Tensor]:
         """The tensors that the stage sends for a micro-batch."""
-        return {name: value.detach() for name, value in self._outputs(self._leaves()).items()}
+        return {name: value.detach() for name, value in self._outputs().items()}
 
     def run(self, in_flight: int) -> Iterator[WholeTimes]:
         """Runs forward and backward endlessly; yields the times of both."""
@@ -362,14 +364,15 @@ class _Bench:
             if len(waiting) == in_flight:
                 yield WholeTimes(forward_ms, self._backward(waiting))
 
-    def _leaves(self) -> list[Tensor]:
-        return [
-            value.detach().requires_grad_(wanted)
-            for value, wanted in zip(self.received, self.takes_gradient, strict=True)
-        ]
+    def _leaves(self) -> tuple[Tensor, ...]:
+        wanted = zip(self.received, self.takes_gradient, strict=True)
+        return tuple(value.detach().requires_grad_(learns) for value, learns in wanted)
 
-    def _outputs(self, arguments: Sequence[Tensor]) -> dict[str, Tensor]:
-        with mixed_precision(self.dtype, self.device.type):
+    def _outputs(self) -> dict[str, Tensor]:
+        with (
+            mixed_precision(self.dtype, self.device.type),
+            self.written.guarded(self._leaves()) as arguments,
+        ):
             result = self.module(*arguments)
         outputs = [result] if len(self.stage.outputs) == 1 else list(result or ())
         return dict(zip(map(_name, self.stage.outputs), outputs, strict=True))
@@ -377,7 +380,7 @@ class _Bench:
     def _forward(self) -> list[Tensor]:
         """The tensors of a micro-batch at which its backward starts."""
         with self.changed.saved_apart():
-            named = self._outputs(self._leaves())
+            named = self._outputs()
         return [named[name] for name in self.roots if named[name].requires_grad]
 
     def _backward(self, waiting: deque[list[Tensor]]) -> float:

@@ -1,4 +1,4 @@
-"""Parameters that a forward changes are exact with several micro-batches in flight, or refused."""
+"""What a forward changes is exact with several micro-batches in flight, or refused."""
 
 from __future__ import annotations
 
@@ -55,6 +55,24 @@ class Codes(nn.Module):
         return self.scale(x + torch.softmax(x @ self.codes.T, 1) @ self.codes)
 
 
+class Centered(nn.Module):
+    """A running mean and a count, in buffers, through which gradients pass."""
+
+    mean: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(12, 12)
+        self.register_buffer("mean", torch.zeros(12))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.mean.lerp_(x.detach().mean(0), 1 / self.count)
+        return self.scale(x - self.mean) * (1 + self.mean) / self.count
+
+
 class Unit(nn.Module):
     """Training normalises the weight itself."""
 
@@ -102,7 +120,7 @@ def pipeline_of(part: type[nn.Module], recompute: str) -> HandModel:
     return HandModel(plan, stages, batch)
 
 
-@pytest.mark.parametrize("part", [Follower, Codes, Unit])
+@pytest.mark.parametrize("part", [Follower, Codes, Centered, Unit])
 def test_stages_are_timed_with_several_micro_batches_in_flight(
     part: type[nn.Module], tmp_path: Path
 ) -> None:
@@ -117,7 +135,7 @@ def test_stages_are_timed_with_several_micro_batches_in_flight(
         assert torch.equal(value, before[name]), name
 
 
-FROZEN = [Follower, Codes]
+FROZEN = [Follower, Codes, Centered]
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 

@@ -114,6 +114,17 @@ class Bindings:
             if id(parameter) in self._world.names and self.storage(parameter) in self._changed
         )
 
+    def changed_buffers(self) -> tuple[str, ...]:
+        """The same of the buffers, but for those of torch's modules, which are never saved for a
+        backward."""
+        return tuple(
+            self._world.names[id(buffer)]
+            for module in self._model.modules()
+            if not type(module).__module__.startswith("torch.")
+            for buffer in module.buffers(recurse=False)
+            if id(buffer) in self._world.names and self.storage(buffer) in self._changed
+        )
+
     def _set_value(self, node: fx.Node, value: Any) -> None:
         node.meta["val"] = value
         node.meta["storages"] = frozenset(map(self.storage, tensors_in(value)))

@@ -50,7 +50,7 @@ class Capture:
     constants: tensors that forward reads and that are neither parameters nor buffers, by the name
         that `get_attr` nodes use
     notes: remarks for the user
-    changed: the parameters that forward changes in place
+    changed, changed_buffers: the parameters and buffers that forward changes in place
     modes: the captured modes, True for training
     flags: `training` of a module in training and in evaluation mode, by path, if its class
         overrides `train` so that it differs from the model's mode
@@ -67,6 +67,7 @@ class Capture:
     constants: Mapping[str, Tensor]
     notes: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
+    changed_buffers: frozenset[str] = frozenset()
     modes: tuple[bool, ...] = (True, False)
     flags: Mapping[str, tuple[bool, bool]] = field(default_factory=dict)
     splits: Mapping[str, Split] = field(default_factory=dict)

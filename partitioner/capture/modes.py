@@ -178,6 +178,7 @@ class _ModeCapture:
             modes=self._modes,
             flags=_unlike_mode(train.flags, evaluation.flags if False in self._modes else {}),
             changed=tuple(dict.fromkeys(name for trace in traces for name in trace.changed)),
+            changed_buffers=frozenset(name for each in traces for name in each.changed_buffers),
         )
         verify_separate(captured)
         return captured

@@ -63,7 +63,7 @@ class Tracer(TorchFunctionMode):
     asks_gradients: the line where forward asks whether gradients are recorded, or ""
     calls: the calls of modules that are not leaves
     notes: remarks for the user
-    changed: the parameters that forward changes in place
+    changed, changed_buffers: the parameters and buffers that forward changes in place
     flags: the `training` flag of each module at the start
     regions: the open `with` blocks around the current call
     random: detects operators that draw random numbers
@@ -145,6 +145,7 @@ class Tracer(TorchFunctionMode):
             self.readings.examples()
         self.notes += self.readings.notes
         self.changed = self._bindings.changed_parameters()
+        self.changed_buffers = self._bindings.changed_buffers()
 
     def failed_in(self, error: Exception) -> tuple[str, ...]:
         """The paths of the modules in which forward raised an exception, the outermost first."""

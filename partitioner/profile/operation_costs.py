@@ -338,9 +338,10 @@ def made_up(node: fx.Node, resolved: Callable[[Any], Any]) -> Any:
         return results if isinstance(value, Mapping) else [*results.values()]
     if isinstance(value, Tensor):
         shape = node.meta.get("example") or resolved(node.meta["shape"])
-        return torch.empty(
+        made = torch.empty(
             shape, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad
         )
+        return made.clone()  # unlike a leaf, it may be changed in place
     return node.meta.get("example")
 
 

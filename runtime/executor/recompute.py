@@ -68,21 +68,24 @@ class Buffers:
         }
 
 
-class ChangedParameters:
-    """The parameters that a module's forward writes to. Other micro-batches are in flight, and each
-    must find the values that its own forward read."""
+class ChangedTensors:
+    """The parameters and buffers that a module's forward writes to. Other micro-batches are in
+    flight, and each must find the values that its own forward read."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        self._parameters = [module.get_parameter(name) for name in names]
+        parameters = dict(module.named_parameters())
+        self._parameters = [parameters[name] for name in names if name in parameters]
+        self._buffers = [name for name in names if name not in parameters]
+        self._module = module
 
     def values(self) -> list[Tensor]:
-        """Copies of their current values."""
+        """Copies of the current values of the parameters."""
         return [parameter.detach().clone() for parameter in self._parameters]
 
     @contextmanager
     def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Wraps a second forward: they have the values that the first one found, and afterwards the
-        current ones."""
+        """Wraps a second forward: the parameters have the values that the first one found, and
+        afterwards the current ones."""
         now = self.values()
         self._write(values)
         try:
@@ -93,10 +96,11 @@ class ChangedParameters:
     @contextmanager
     def saved_apart(self) -> Iterator[None]:
         """Wraps a forward: values that its backward needs of them are saved as copies."""
-        if not self._parameters:
+        changed = [*self._parameters, *map(self._module.get_buffer, self._buffers)]
+        if not changed:
             yield
             return
-        memory = {parameter.untyped_storage()._cdata for parameter in self._parameters}
+        memory = {tensor.untyped_storage()._cdata for tensor in changed}
 
         def saved(tensor: Tensor) -> Tensor:
             is_theirs = tensor.untyped_storage()._cdata in memory

@@ -32,7 +32,7 @@ from ..tensor_files import dtype_of
 from ..tensor_parallel.ranks import reading_loss_alone
 from ..user_code import own_line
 from .precision import FULL, Precision
-from .recompute import Buffers, ChangedParameters, MiniBatchNorm, WrittenArguments, nothing_saved
+from .recompute import Buffers, ChangedTensors, MiniBatchNorm, WrittenArguments, nothing_saved
 from .run import LossOf, Values, where_in_stage
 from .split_backward import SplitBackward
 
@@ -143,7 +143,7 @@ class Stage:
         self._captured_dtypes = captured_dtypes
         self.has_backward = loss_of is not None or bool(self._grad_outputs)
         self._buffers = Buffers(module)
-        self._changed = ChangedParameters(module, spec.changes)
+        self._changed = ChangedTensors(module, spec.changes)
         self._written = WrittenArguments(spec.inputs)
         self._kept: dict[int, _InFlight | _Repeatable] = {}
         self._put_off: dict[int, SplitBackward] = {}

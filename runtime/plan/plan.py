@@ -165,7 +165,8 @@ class StageSpec:
     parts: its parts in the order of forward; their times add up to those of the stage
     sha256: the hash of the generated file
     draws_numbers: it draws from Python's or NumPy's generator; `draws_random` is true as well
-    changes, changes_trained: the parameters that forward writes to, and those with a gradient
+    changes, changes_trained: the parameters and buffers that forward writes to in place, and the
+        parameters among them with a gradient
     summing_ms: the time in which its replicas sum their gradients, once per step
     tensor_sums_ms: the part of `forward_ms` and `backward_ms` in which tensor ranks sum
     unshared: its memory without `zero`, if its replicas share memory out; otherwise None

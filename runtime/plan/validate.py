@@ -189,7 +189,7 @@ def _stage(plan: Plan, stage: StageSpec, place: int) -> Iterator[str]:
     yield from _unknown(f"{name} reads", stage.inputs, available)
     known = {spec.name for spec in (*plan.inputs, *plan.values)}
     yield from _unknown(f"{name} makes", stage.outputs, known)
-    yield from _unknown(f"{name} changes", stage.changes, stage.parameters)
+    yield from _unknown(f"{name} changes", stage.changes, (*stage.parameters, *stage.buffers))
     yield from _unknown(f"{name} changes", stage.changes_trained, stage.changes)
     yield from _unknown(
         f"{name} sends", [received.tensor.name for received in stage.sends], stage.outputs

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import asyncpipe
 from asyncpipe.partitioner.capture import Capture, capture
 from asyncpipe.tests.support.models.inplace import AWKWARD, build, example
 from asyncpipe.tests.support.oracles.captures import assert_graph_is_model
@@ -70,6 +71,17 @@ def test_every_cut_is_exact_or_known_to_be_impossible(name: str, tmp_path: Path)
         else:
             assert_exact(Chain.of(found, stage_of, tmp_path / f"cut_{place}"))
     assert refused == NOT_CUT.get(name, [])
+
+
+@pytest.mark.parametrize("name", ["Masked", "InputAsSkip", "Running", "Counter"])
+def test_stages_are_planned_by_measured_costs_with_micro_batches_in_flight(
+    name: str, tmp_path: Path
+) -> None:
+    plan = asyncpipe.partition(
+        build(name), example(), stages=2, output=tmp_path / "2p",
+        schedule="gpipe", micro_batches=4, prefer_modules=0.0, no_cache=True,
+    )  # fmt: skip
+    assert all(stage.forward_ms > 0 for stage in plan.stages)
 
 
 @pytest.mark.parametrize("name", AWKWARD)
