@@ -193,8 +193,7 @@ def _stage(
     forward_ms = sum(cost.forward_ms for cost in costs)
     sums_ms = [transfers.sums.times_ms(node.name) for node in stage.nodes]
     again_ms = sum(ms for ms, _ in sums_ms) if load.recomputes else 0.0
-    changed = {*capture.changed, *capture.changed_buffers}
-    changes = tuple(each for each in (*tensors.parameters, *tensors.buffers) if each in changed)
+    changes, changes_trained = _changes(capture, tensors)
     return StageSpec(
         index=stage.index,
         file=f"stage_{stage.index}.py",
@@ -231,12 +230,17 @@ def _stage(
         ranks=solution.ranks_of_stage[stage.index],
         parts=stage_parts(capture, stage.nodes, labels, costs, again=load.recomputes),
         changes=changes,
-        changes_trained=tuple(
-            name
-            for name in changes
-            if name in capture.changed and capture.model.get_parameter(name).requires_grad
-        ),
+        changes_trained=changes_trained,
     )
+
+
+def _changes(capture: Capture, tensors: StageTensors) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The parameters and buffers of a stage that forward changes, and the parameters among them
+    with a gradient."""
+    parameters = tuple(name for name in tensors.parameters if name in capture.changed)
+    buffers = (name for name in tensors.buffers if name in capture.changed_buffers)
+    trained = (name for name in parameters if capture.model.get_parameter(name).requires_grad)
+    return (*parameters, *buffers), tuple(trained)
 
 
 def _on_device(costs: Sequence[NodeCost], load: StageLoad) -> list[NodeCost]:

@@ -20,6 +20,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from ...runtime.errors import CaptureError
 from .arguments import map_leaves, tensors_in
@@ -115,12 +116,11 @@ class Bindings:
         )
 
     def changed_buffers(self) -> tuple[str, ...]:
-        """The same of the buffers, but for those of torch's modules, which are never saved for a
-        backward."""
+        """The same of the buffers, but for those of batch norms, which no backward reads."""
         return tuple(
             self._world.names[id(buffer)]
             for module in self._model.modules()
-            if not type(module).__module__.startswith("torch.")
+            if not isinstance(module, _NormBase)
             for buffer in module.buffers(recurse=False)
             if id(buffer) in self._world.names and self.storage(buffer) in self._changed
         )

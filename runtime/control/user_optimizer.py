@@ -96,7 +96,7 @@ def reach_warning(optimizer: Optimizer, plan: Plan, config: RunConfig) -> str:
         return (
             f"{name} steps a parameter by the gradients of others too, and here by those of the "
             "same stage and rank alone: its steps are not those of the plain model. If it clips "
-            "gradients by their norm, let it not, and use --clip."
+            "gradients by their norm, leave that to --clip."
         )
     if config.tensor_ranks == 1 or reach is Reach.NUMBER:
         return ""

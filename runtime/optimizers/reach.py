@@ -95,7 +95,7 @@ def _steps(
     stand_ins = [_stand_in(*pair) for pair in zip(parameters, starts, strict=True)]
     tried = _copy(optimizer, dict(zip(parameters, stand_ins, strict=True)))
     sizes = torch.Generator().manual_seed(1)
-    with torch.random.fork_rng(devices=()):
+    with torch.random.fork_rng({each.device for each in parameters if each.is_cuda}):
         torch.manual_seed(0)
         for _ in range(_STEPS):
             for stand_in, gradient in zip(stand_ins, gradients, strict=True):

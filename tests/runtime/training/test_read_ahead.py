@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from multiprocessing import active_children
@@ -24,8 +25,10 @@ from asyncpipe.tests.support.oracles.resumed_runs import (
     Trained,
     assert_goes_on_as,
     assert_same,
+    left_by,
     train,
 )
+from asyncpipe.tests.support.processes.quick_python import bin_folder
 
 DRAWS = f"""
 import multiprocessing
@@ -105,11 +108,10 @@ def alone(folder: Path, own: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize(
     "given",
     [
-        {"schedule": "single", "workers": 1},
         {"schedule": "1f1b", "workers": 3, "prefetch": 1},
         {"schedule": "1f1b", "data": "loaders"},
     ],
-    ids=["one process", "two ranks", "workers of the DataLoader"],
+    ids=["two ranks", "workers of the DataLoader"],
 )
 def test_workers_change_no_number(
     folder: Path,
@@ -122,15 +124,32 @@ def test_workers_change_no_number(
     monkeypatch.chdir(tmp_path)
     if "data" in given:
         given = given | {"data": f"{own}:{given['data']}"}
-    found = trained(folder, own, tmp_path / "b", **given)
+    assert_alike(trained(folder, own, tmp_path / "b", **given), alone)
+    if "loaders" in given.get("data", ""):
+        assert {"0 of 2", "1 of 2"} == set(Path("begun.txt").read_text().splitlines())
+
+
+def assert_alike(found: Trained, alone: Trained) -> None:
     assert found.of("loss") == alone.of("loss")
     evaluations = [
         [each["loss"] for each in run.records if each["event"] == "eval"] for run in (found, alone)
     ]
     assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 2
     assert_same(found.weights, alone.weights)
-    if "loaders" in given.get("data", ""):
-        assert {"0 of 2", "1 of 2"} == set(Path("begun.txt").read_text().splitlines())
+
+
+def test_workers_of_a_single_process_change_no_number(
+    folder: Path, own: Path, alone: Trained, tmp_path: Path
+) -> None:
+    """The command in a process of its own: workers are forks, and other tests leave threads."""
+    options = (
+        "--schedule single --workers 1 --steps 6 --micro-batches 4 --eval-every 3 --log-every 1 "
+        "--threads 1 --pin none"
+    )
+    command = [bin_folder() / "asyncpipe-train", folder, "--data", f"{own}:data"]
+    command += ["--output", tmp_path / "b", *options.split()]
+    subprocess.run(command, check=True, capture_output=True)
+    assert_alike(left_by(tmp_path / "b"), alone)
 
 
 def test_an_asynchronous_run_reads_ahead_too(folder: Path, own: Path, tmp_path: Path) -> None:
