@@ -175,7 +175,8 @@ class _Run:
         with torch.set_grad_enabled(self.gradients):
             values = {**self.inputs}
             for spec, stage in zip(self.plan.stages, stages, strict=True):
-                values |= run_stage(spec, stage, values)
+                given = {name: _copy(values[name]) for name in spec.inputs}
+                values |= run_stage(spec, stage, given)
             outputs = leaves_of(rebuilt(self.plan.outputs, values, self.plan.sizes))
             if torch.is_grad_enabled():
                 torch.autograd.backward(total_of(outputs))
@@ -206,6 +207,11 @@ class _Run:
                     split = splits.get(name)
                     tensor.copy_(split.part(whole, ranks.rank, ranks.size) if split else whole)
         return stage.train(self.training)
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a tensor, to which a stage may write."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _whole(

@@ -26,6 +26,7 @@ from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.tensor_parallel import TensorRanks, splits_of
 from asyncpipe.runtime.tensor_parallel.threads import in_threads
 from asyncpipe.tests.support.models.generated import CASES
+from asyncpipe.tests.support.models.inplace import build, example
 
 
 class Attention(nn.Module):
@@ -527,6 +528,14 @@ def test_a_sum_over_the_ranks_that_is_left_out_is_seen(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("RowConv2d(8, 3", "Summand(8, 3") + SUMMAND)
     with pytest.raises(PlanError, match=r"output \(on 2 tensor ranks\) .* differs"):
         verify_parts(model, plan, tmp_path / "net", {"x": x}, 2)
+
+
+def test_stages_may_write_to_their_inputs(tmp_path: Path) -> None:
+    plan = asyncpipe.partition(
+        build("InputAsSkip"), example(), stages=2, tensor_parallel=2, output=tmp_path / "2p_2t",
+        prefer_modules=0.0, profile="analytic", no_cache=True,
+    )  # fmt: skip
+    assert plan.tensor_parallel == 2
 
 
 @pytest.mark.parametrize("share_of_limit", [0.6, 0.9, 1.1])
