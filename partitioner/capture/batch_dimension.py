@@ -13,6 +13,7 @@ ShapeEnv then knows which symbols became a number, and which became equal.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -150,6 +151,8 @@ def on_a_copy(model: nn.Module, given: Arguments) -> Runs | None:
         twin = copy.deepcopy(base, dict(shared))
         try:
             with ExitStack() as aside, in_mode(twin, False), without_cache(twin), silent():
+                # Forward may warn of sizes that do not fit: here that is an answer.
+                aside.enter_context(warnings.catch_warnings(action="ignore"))
                 if shared:
                     aside.enter_context(working_copies(twin, Noise.NONE))
                     aside.enter_context(_Restored(twin.parameters()))

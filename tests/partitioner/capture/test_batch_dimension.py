@@ -1,5 +1,6 @@
 """The batch dimension of each input: how it is found and reported, and which cases are refused."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,22 @@ def test_to_find_out_leaves_the_model_as_it_was() -> None:
     before = torch.get_rng_state()
     find_batch(model, given)
     assert model.calls == [] and torch.equal(torch.get_rng_state(), before)
+
+
+class Deviations(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.mse_loss(self.layer(x - x.mean(0)), target)}
+
+
+def test_what_forward_warns_of_while_inputs_are_divided_is_not_shown() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        captured = capture(Deviations(), {"x": torch.randn(4, 5), "target": torch.randn(4, 5)})
+    assert shapes(captured) == ["f32[batch, 5]", "f32[batch, 5]"]
 
 
 @pytest.mark.parametrize("has_copies", [True, False])
