@@ -35,11 +35,12 @@ from torch.nn import functional as F
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
+from ...runtime.errors import PlanError
 from ...runtime.tensor_parallel.functions import local
 from ..capture import Capture, IfTraining, Local, LocalDevice, Size, run
 from ..capture.arguments import map_leaves, tensors_in
 from ..capture.graph import is_external, sizes_of
-from ..capture.model_state import is_on_meta
+from ..capture.model_state import is_on_meta, silent
 from ..capture.operations import runnable
 from .cache import (
     ProfileCache,
@@ -133,7 +134,8 @@ class CostWalk:
 
     def _run(self, inputs: Mapping[str, Tensor]) -> None:
         self._calls = sum(node.op.startswith("call") for node in self.capture.graph.nodes)
-        with mixed_precision(self.dtype, "cpu", self.device.type, cached=False):
+        half = mixed_precision(self.dtype, "cpu", self.device.type, cached=False)
+        with half, silent():
             run(self.capture, inputs, training=True, env=self._values, around=self._visit)
         for node in self._values:
             if not is_external(node):
@@ -147,6 +149,8 @@ class CostWalk:
         except Exception as error:
             # A user's module may read values, which tensors without data do not have.
             if node.op != "call_module" and not needs_values(error):
+                if self.dtype != "float32":
+                    raise _impossible(node, self.dtype, error) from error
                 raise
             result = made_up(node, self._resolved)
         if node.target is operator.getitem and not isinstance(call.leaves[0], Tensor):
@@ -325,6 +329,17 @@ def needs_values(error: Exception) -> bool:
     return isinstance(error, (RuntimeError, NotImplementedError)) and any(
         word in str(error)
         for word in ("meta tensor", "FakeTensor", "data-dependent", "meta backend")
+    )
+
+
+def _impossible(node: fx.Node, dtype: str, error: Exception) -> PlanError:
+    """The error of a call that autocast gives tensors of two dtypes."""
+    file, line = node.meta.get("source") or ("", 0)
+    at = f" at {file.rpartition('/')[2]}:{line}" if file else ""
+    reason = str(error).strip().split("\n")[0]
+    return PlanError(
+        f"in {dtype} the model raises{at}: {reason}.",
+        "Give the operation tensors of one dtype, as by y.to(x.dtype), or leave --dtype out.",
     )
 
 

@@ -30,6 +30,7 @@ from asyncpipe.partitioner.profile.roofline import (
 )
 from asyncpipe.partitioner.profiling import profile_capture
 from asyncpipe.runtime.errors import PlanError
+from asyncpipe.tests.support.models.inplace import build, example
 
 CPU = torch.device("cpu")
 QUICK = Repeats(enough_ms=0.1, most=2)
@@ -206,6 +207,12 @@ def test_under_bfloat16_activations_are_saved_in_half_the_bytes(on_meta: bool) -
         assert found.flops == 2 * 16 * (64 * 128 + 128 * 8)
     assert saved == {"float32": 16 * 128 * 4, "bfloat16": 16 * 128 * 2}
     assert all(parameter.is_meta == on_meta for parameter in net.parameters())
+
+
+def test_a_model_that_cannot_run_under_bfloat16_is_refused_with_its_line() -> None:
+    captured = capture(build("Products"), example(), check=False)
+    with pytest.raises(PlanError, match=r"in bfloat16 the model raises at inplace\.py:[0-9]+: .*"):
+        profile_analytic(captured, example(), dtype="bfloat16")
 
 
 def test_what_is_measured_under_bfloat16_saves_what_is_predicted() -> None:
