@@ -251,7 +251,7 @@ class WeightBinder:
 @contextmanager
 def _moved(optimizer: Any, weights: WeightVersions) -> Iterator[None]:
     """Inside, an optimizer has moved the weights to those to evaluate."""
-    with weights.restored():  # to the last bit, which `train()` does not do
+    with weights.restored():  # to the last bit, which `train()` need not do
         optimizer.eval()
         try:
             yield

@@ -57,7 +57,7 @@ def reach_of(optimizer: Optimizer) -> Reach | None:
             _steps(optimizer, parameters, starts, gradients)
             for gradients in (given, by_parameter, by_number)
         )
-    except Exception:  # a stranger's code may raise anything for tensors of another size
+    except (Exception, SystemExit):  # a stranger's code may do either for other tensors
         return None
     if not _are_equal(steps[::2], of_parameters[::2]):
         return Reach.PARAMETERS

@@ -155,7 +155,15 @@ def test_an_optimizer_that_has_stepped_is_tried_too() -> None:
         assert reach_of(optimizer) is Reach.NUMBER
 
 
+class OfSinglePrecision(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        if self.param_groups[0]["params"][0].dtype is not torch.float32:
+            raise SystemExit("of single precision")
+        super().step()
+
+
 def test_nothing_is_said_where_a_copy_fails() -> None:
+    assert reach_of(OfSinglePrecision(weights(), lr=0.1)) is None
     assert reach_of(torch.optim.SparseAdam(weights())) is None
     assert reach_of(torch.optim.LBFGS(weights())) is None
 

@@ -22,7 +22,7 @@ from asyncpipe.runtime.launch.job import make_job
 from asyncpipe.runtime.training.batches import Feed, open_data
 from asyncpipe.runtime.user_code import import_file
 from asyncpipe.tests.support.models.hand_folders import PlainMlp, write_mlp, write_text
-from asyncpipe.tests.support.oracles.resumed_runs import assert_goes_on_as, train
+from asyncpipe.tests.support.oracles.resumed_runs import assert_goes_on_as, assert_same, train
 from asyncpipe.tests.support.processes.silent_reporter import events_of
 
 OWN = '''
@@ -96,6 +96,20 @@ class Averaging(Optimizer):
                 fast.sub_(parameter.grad, alpha=group["lr"])
                 parameter.lerp_(fast, 1 / group["made"])
                 parameter.lerp_(fast, 0.1)
+
+
+class Inexact(Averaging):
+    """Does not move quite back."""
+
+    @torch.no_grad()
+    def train(self):
+        super().train()
+        for parameter in (each for each in self.param_groups[0]["params"] if each in self.state):
+            parameter.add_(1e-3)
+
+
+def inexact(named, lr):
+    return Inexact([parameter for _, parameter in named], lr)
 
 
 def averaging(named, lr):
@@ -214,6 +228,22 @@ def test_a_resumed_run_continues_to_the_last_bit(
     assert_goes_on_as(whole, folder / "mlp", 2, **options)
     alone = with_options_of_run({"resume": str(tmp_path / "whole")})  # as --resume RUN
     assert make_job(settings_from(alone)).config.optimizer == options["optimizer"]
+
+
+def test_what_is_evaluated_and_saved_changes_no_later_step(folder: Path, tmp_path: Path) -> None:
+    own = f"{folder / 'own_optimizers.py'}"
+    found = [
+        train(
+            folder / "mlp",
+            tmp_path / f"every {every}",
+            save_every=every,
+            optimizer=f"{own}:inexact",
+            **USUAL,
+        )
+        for every in (1, 6)
+    ]
+    assert_same(found[0].weights, found[1].weights)
+    assert_same(found[0].state, found[1].state)
 
 
 def test_a_tied_weight_has_a_group_of_its_own_with_the_options_of_its_old_one(
