@@ -17,10 +17,21 @@ _B = "betas=0.95/0.9"
 _S, _SD = "stash+spike-compensation", "stash+delay-rate+spike-compensation"
 _SH = "stash+hidden-delay-rate+spike-compensation"
 _A = "stash+gap-aware-activations"
+_LONGEST = "betas=0.99/0.99"
+_M, _SM, _MR = (f"{names}+delay-momentum" for names in ("none", "stash", "none+pipemare-rate"))
 _LARGE, _LARGE_1 = Case("large", 8, 8), Case("large", 8, 1)
 _LARGE_FAR, _LARGE_FARTHEST = (Case("large", 8, 1, steps) for steps in (1200, 5000))
 _LARGE_LONG = Case("large", 8, 8, 5000)
 TUNED: tuple[tuple[Case, str, float, tuple[int, ...]], ...] = (
+    *(
+        (_NEAR, f"{_M}:nadam {_SM}:nadam {_MR}:nadam {_SM}:adamw stash:nadam", lr, (1,))
+        for lr in (0.003, 0.01, 0.001, 0.03)
+    ),
+    *((_NEAR, f"stash:nadam,{_LONGEST} sync:nadam", lr, (1,)) for lr in (0.003, 0.01, 0.03)),
+    (_NEAR, f"{_MR}:nadam sync:nadam", 0.003, (2, 3)),
+    (_NEAR, f"stash:nadam,{_LONGEST} {_SM}:nadam", 0.01, (2, 3)),
+    (_NEAR, "stash:nadam", 0.001, (2, 3)),
+    (_SHORT, f"stash:nadam {_SM}:nadam {_P}:nadam", 0.003, (1, 2, 3)),
     (_NEAR, f"{_S}:adamw", 0.01, (1, 2, 3)),
     (_NEAR, f"{_S}:adamw", 0.003, (1,)),
     (_NEAR, f"{_S}:adamw", 0.03, (1,)),

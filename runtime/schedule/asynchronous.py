@@ -312,6 +312,7 @@ KEEPS: Mapping[str, Keeps] = {
     "pipemare-rate": Keeps(),
     "delay-rate": Keeps(),
     "hidden-delay-rate": Keeps(),
+    "delay-momentum": Keeps(),
     # Squares of steps, and what the decay of the window loses.
     "gap-aware": Keeps(beside=2, of_state=True),
     "gap-aware-activations": Keeps(beside=1, of_state=True),

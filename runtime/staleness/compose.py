@@ -52,6 +52,7 @@ from .predicted_weights import (
 )
 from .protocol import Need, Part, Staleness
 from .stash import (
+    DelayMomentum,
     DelayRate,
     HiddenDelayRate,
     LiveWeights,
@@ -80,6 +81,7 @@ METHODS: dict[str, type[Staleness]] = {
     "pipemare-rate": PipeMareRate,
     "delay-rate": DelayRate,
     "hidden-delay-rate": HiddenDelayRate,
+    "delay-momentum": DelayMomentum,
     "gap-aware": GapAware,
     "gap-aware-activations": GapAwareActivations,
     "gap-aware-loss": GapAwareLoss,
@@ -96,6 +98,7 @@ _DECISIONS: Mapping[Part, str] = {
     "horizon": "how far ahead weights look",
     "gradient": "how gradients are corrected",
     "rate": "the learning rate",
+    "momentum": "how long gradients are averaged",
     "step": "the step",
 }
 _OTHER_NAMES: Mapping[str, str] = {
@@ -181,6 +184,11 @@ _OF_OPTIMIZERS: Mapping[Need, tuple[Callable[[Conditions], bool], str, str]] = {
         ),
         "needs the momentum of sgd or Adam's moments",
         "--optimizer adamw, or --staleness msnag.",
+    ),
+    "moments": (
+        lambda run: facts_of(run.optimizer).adam_moments,
+        "averages late gradients for longer with Adam's first beta",
+        "--optimizer nadam, or --staleness delay-rate.",
     ),
     "inertia": (
         lambda run: facts_of(run.optimizer).predicted and not _is_without_momentum(run),

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..schedule.asynchronous import Delays
 from .weight_versions import View, Weights, WeightVersions
 
-Part = Literal["forward", "backward", "horizon", "gradient", "rate", "step"]
+Part = Literal["forward", "backward", "horizon", "gradient", "rate", "momentum", "step"]
 """A part of training on stale weights that only one method may decide:
 
 - forward: the weights that a forward reads
@@ -28,6 +28,7 @@ Part = Literal["forward", "backward", "horizon", "gradient", "rate", "step"]
 - horizon: how many steps ahead weights are predicted
 - gradient: the correction of gradients
 - rate: the learning rate
+- momentum: how long gradients are averaged
 - step: the optimizer step
 """
 
@@ -41,6 +42,7 @@ Need = Literal[
     "whole windows",
     "velocity",
     "direction",
+    "moments",
     "inertia",
     "formula",
     "update rule",
@@ -61,6 +63,7 @@ Need = Literal[
 - whole windows: accumulation windows of more micro-batches than any stage runs ahead
 - velocity: an optimizer whose momentum has the units of weights
 - direction: an optimizer whose last step has a direction
+- moments: an optimizer with Adam's moments of every weight
 - inertia: an optimizer that keeps moving the weights without gradients
 - formula: an optimizer whose steps have a formula
 - update rule: an optimizer whose weight decay is known

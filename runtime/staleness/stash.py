@@ -1,7 +1,8 @@
-"""Methods that choose the weights of a backward, and methods that take smaller steps.
+"""Methods that choose the weights of a backward, and methods that step more carefully.
 
 A method that predicts nothing keeps, averages or ignores older weights (`stash`, `2bw`, `pipemare`,
-`none`), or scales the learning rate by the delay (`pipemare-rate`, `delay-rate`).
+`none`), scales the learning rate by the delay (`pipemare-rate`, `delay-rate`), or averages late
+gradients for longer (`delay-momentum`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..optimizers.param_groups import APART
 from .protocol import BackwardReads, StageContext, Staleness, State, VersionPair, filled
 from .weight_versions import View, Weights, WeightVersions
 
@@ -200,3 +202,35 @@ class HiddenDelayRate(DelayRate):
 
     def lr_scale(self, version: int, name: str | None = None) -> float:
         return 1.0 if name is not None else super().lr_scale(version)
+
+
+LONGEST = 0.99
+
+
+class DelayMomentum(Staleness):
+    """`delay-momentum`: the later a stage's gradients, the longer Adam averages them.
+
+    The momentum of each stage in "Nesterov method for asynchronous pipeline parallel optimization"
+    (Ajanthan et al., ICML 2025), there for NAdam without a stash: stage i of p has
+
+        b1 = 0.9 + 0.09 (p - i) / p                   i = 1 .. p
+
+    In its order stage i runs W = p - i forwards ahead. For any b1 and any order this is
+
+        b1 <- b1 + max(0, 0.99 - b1) W / (W_1 + 1)    W_1: of the first stage
+
+    A shared weight has the largest W of the stages that hold it. The momentum of an asynchronous
+    segment is constant, also in its first steps, whose delays are shorter.
+    """
+
+    decides = frozenset({"momentum"})
+    needs = frozenset({"moments"})
+
+    def begin(self, context: StageContext) -> None:
+        super().begin(context)
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            usual, second = group.setdefault("initial_betas", group["betas"])
+            holders = context.shared.get(group.get(APART, ""), (context.stage,))
+            ahead = max(context.delays.ahead[stage] for stage in holders)
+            share = ahead / (max(context.delays.ahead) + 1)
+            group["betas"] = (usual + max(0.0, LONGEST - usual) * share, second)

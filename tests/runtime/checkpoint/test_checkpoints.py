@@ -38,6 +38,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "gap-aware-activations": {"staleness": "stash+gap-aware-activations"},
     "gap-aware-loss": {"recompute": "all"},
     "hidden-delay-rate": {"optimizer": "muon"},
+    "delay-momentum": {"optimizer": "nadam", "momentum": 0.0},
     "dc-asgd": {"staleness": "stash+dc-asgd"},
     "dc-asgd-adaptive": {"staleness": "stash+dc-asgd-adaptive"},
     "schedule-aware": {"staleness": "lwp+schedule-aware"},

@@ -30,6 +30,7 @@ RUNS: tuple[tuple[str, str, int, bool], ...] = (
     ("stash+partial-gradient+delay-rate", "adam", 4, False),
     ("nag", "momentum", 1, True),
     ("stash+hidden-delay-rate", "adamw", 1, False),
+    ("none+delay-momentum", "adam", 1, False),
     ("lwp+stash+spike-compensation", "momentum", 1, False),
     ("lwp-w", "adamw", 2, True),
     ("spectrain", "momentum", 1, False),

@@ -4,6 +4,7 @@ import gc
 import math
 import weakref
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from asyncpipe.tests.support.models.hand_plans import (
     hand_model,
     regression,
 )
+from asyncpipe.tests.support.oracles.async_equality import OPTIMIZERS
 from asyncpipe.tests.support.processes.executor import Trained, lowered, train_together
 
 
@@ -27,16 +29,16 @@ def sgd(parameters) -> torch.optim.Optimizer:
 
 
 def train(model: HandModel, schedule: str, staleness: str, steps: int, step_every: int) -> Trained:
-    if schedule == "async-1f1b":
-        lowered_schedule = lowered(model, schedule, steps * step_every, step_every)
-        return train_together(model, lowered_schedule, optimize=sgd, staleness=staleness)
-    return train_together(
+    needs_adam = any("moments" in METHODS[name].needs for name in staleness.split("+"))
+    train_by = partial(
+        train_together,
         model,
-        lowered(model, schedule, step_every),
-        segments=steps,
-        optimize=sgd,
+        optimize=OPTIMIZERS["adam"] if needs_adam else sgd,
         staleness=staleness,
     )
+    if schedule == "async-1f1b":
+        return train_by(lowered(model, schedule, steps * step_every, step_every))
+    return train_by(lowered(model, schedule, step_every), segments=steps)
 
 
 def copies(trained: Trained) -> list[int]:

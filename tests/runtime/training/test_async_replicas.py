@@ -80,7 +80,13 @@ REFERENCES: dict[str, Reference] = {
 
 REFUSED = {"aggmsnag", "partial-gradient", "dc-asgd-adaptive"}
 """The methods that need all gradients of a step, which replicas divide."""
-OTHERS = {"gap-aware-loss", "hidden-delay-rate", "nesterov-last", "schedule-aware"}
+OTHERS = {
+    "delay-momentum",
+    "gap-aware-loss",
+    "hidden-delay-rate",
+    "nesterov-last",
+    "schedule-aware",
+}
 """Those that differ from a method above in what replicas have no part in."""
 
 

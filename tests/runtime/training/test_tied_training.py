@@ -29,6 +29,7 @@ SCALED: dict[str, dict[str, Any]] = {
     "clipped in proportion": {"clip": 0.05, "clip_by": "proportion"},
     "delay-rate": SGD | {"staleness": "stash+delay-rate"},
     "hidden-delay-rate": {"optimizer": "muon", "staleness": "stash+hidden-delay-rate"},
+    "delay-momentum": {"optimizer": "nadam", "staleness": "none+delay-momentum"},
     "pipemare-rate": SGD | {"staleness": "none+pipemare-rate"},
     "error-feedback": SGD | {"staleness": "stash+error-feedback"},
     "spike-compensation": SGD | {"staleness": "stash+spike-compensation"},
