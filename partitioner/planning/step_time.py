@@ -124,7 +124,7 @@ class StepTimer:
         self.problem, self.schedule = problem, schedule
         setting = problem.setting
         self._is_made = setting.schedule == AUTO
-        self._is_plain = not setting.is_limited and not setting.replicas
+        self._is_bounded = max(setting.replicas, default=1) == 1
         self._paths: dict[object, CriticalPath | None] = {}
 
     def step(self, placement: Placement) -> Step:
@@ -137,10 +137,10 @@ class StepTimer:
         return Step(placement, evaluation, self._end_ms(placement, costs, talk), schedule)
 
     def shorter(self, placement: Placement, than_ms: float) -> Step | None:
-        """The step of the placement if it fits and is below `than_ms`. With unlimited memory, the
-        stages are evaluated only in that case.
+        """The step of the placement if it fits and is below `than_ms`. The stages are evaluated
+        only if that is so without recomputation to save memory, which only adds to costs.
         """
-        if self._is_plain:
+        if self._is_bounded:
             talk = communication_of(self.problem, placement)
             costs = self._plain_costs(placement, talk)
             if self._busy_ms(placement, costs) >= than_ms:
@@ -151,9 +151,7 @@ class StepTimer:
         return step if step.evaluation.fits and step.step_ms < than_ms else None
 
     def _plain_costs(self, placement: Placement, talk: Communication) -> ActionCosts:
-        """`action_costs` without the memory, for plans in which no stage recomputes to save
-        memory.
-        """
+        """`action_costs` without the memory: no stage recomputes to save it."""
         problem, count = self.problem, placement.stages
         at, first = np.asarray(placement.stage_of), placement.ranks_of_stage
         by_seen = {id(seen): _sums_ms(seen, at, count) for seen in problem.seen}

@@ -182,6 +182,20 @@ def test_the_stages_of_a_rank_share_its_memory() -> None:
     assert max(squeezed.evaluation.rank_bytes) <= 0.6 * most
 
 
+def test_only_placements_that_fit_and_are_shorter_are_taken_where_memory_is_scarce() -> None:
+    running = {"schedule": "1f1b", "micro_batches": 4, "optimizer": "sgd", "recompute": "auto"}
+    problem = problem_of(fat_row(), 3, None, make_setting(3, **running, memory_limit=8_000))
+    placements = [Placement(tuple(stage_of)) for stage_of in contiguous(8, 3)]
+    timer = StepTimer(problem, schedule_of(problem, step_of(problem, placements[0])))
+    steps = [timer.step(placement) for placement in placements]
+    assert {step.evaluation.fits for step in steps} == {True, False}
+    assert {step.evaluation.stages[0].recomputes for step in steps} == {True, False}
+    for limit_ms in {step.step_ms for step in steps}:
+        for placement, step in zip(placements, steps, strict=True):
+            is_taken = step.evaluation.fits and step.step_ms < limit_ms
+            assert timer.shorter(placement, limit_ms) == (step if is_taken else None)
+
+
 def test_what_does_not_fit_on_the_ranks_is_refused() -> None:
     with pytest.raises(PlanError, match="4 stages on 2 ranks"):
         solve(fat_row(), stages=4, schedule="interleaved", ranks=2, memory_limit=2_000)
