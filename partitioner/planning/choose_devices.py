@@ -21,7 +21,8 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -32,8 +33,7 @@ from ...runtime.formatting import counted, write_ms, write_share
 from ...runtime.plan.findings import Candidate
 from ...runtime.plan.setting import RankSpec
 from ...runtime.plan.sharing import GRADIENTS
-from ..graph.rank_model import RankConfig
-from .cluster import Cluster, check_number, make_setting
+from .cluster import Cluster, check_number
 from .device_layouts import (
     Layout,
     LayoutResult,
@@ -42,17 +42,16 @@ from .device_layouts import (
     TriedLayout,
     lone_ranks,
     remote_edges,
+    search_of,
     shape_name,
     with_bound,
 )
-from .keywords import PlanConfig
-from .solve import Solution
+from .solve import QUICK, Solution
 
 _TIE = 0.01
 _MOST_GROUPS_COMPARED = 3_000  # of a graph whose other shapes are solved when stages are given
 _MOST_DEVICES_IN_UNEQUAL_SHAPES = 6
 _ALL_SHAPES = 16
-_OF_DEVICES = ("devices", "links", "overlap", "replicas", "exchange")
 
 
 @dataclass(frozen=True)
@@ -120,12 +119,8 @@ def choose(
     search = search_of(graph, cluster, stages, method, options)
     tried: dict[Shape, TriedLayout] = {}
     refused: dict[Shape, PlanError] = {}
-    setting = search.setting(Layout(((0,),)))
-    unequal = setting.is_asynchronous and setting.zero < GRADIENTS
-    for shape in shapes(len(cluster.devices), stages, unequal=unequal):
+    for shape in _shapes_of(search, stages):
         is_asked = stages in (None, len(shape))
-        if not is_asked and len(graph) > _MOST_GROUPS_COMPARED:
-            continue
         try:
             tried[shape] = search.tried(shape, is_asked=is_asked)
         except PlanError as error:
@@ -145,27 +140,30 @@ def choose(
     return DeviceChoice(search, best, {**least, shape: best}, as_listed_ms)
 
 
-def search_of(
-    graph: nx.DiGraph,
-    cluster: Cluster,
-    stages: int | None,
-    method: str,
-    options: Mapping[str, Any],
-) -> Search:
-    """Separates the options of `solve`: those on how ranks run go into every setting."""
-    running = {name: options[name] for name in PlanConfig.__annotations__ if name in options}
-    base = make_setting(stages or 1, devices=cluster.devices, **running)
-    return Search(
-        graph,
-        replace(cluster, devices=base.devices),
-        method,
-        {
-            field.name: getattr(base, field.name)
-            for field in fields(RankConfig)
-            if field.name not in _OF_DEVICES
-        },
-        {name: value for name, value in options.items() if name not in running},
-    )
+def beside_other_shapes(
+    graph: nx.DiGraph, cluster: Cluster, solution: Solution, options: Mapping[str, Any]
+) -> DeviceChoice:
+    """A plan with one of equal devices for each stage as the choice, beside quick plans of the
+    other shapes. `options` are those of `solve`.
+    """
+    own = (1,) * len(solution.loads)
+    search = search_of(graph, cluster, len(own), QUICK, options)
+    row = Layout(tuple((device,) for device in range(len(own))))
+    by_shape = {own: LayoutResult(row, solution)}
+    for shape in _shapes_of(search, len(own)):
+        if shape != own:
+            with suppress(PlanError):
+                by_shape[shape] = search.tried(shape, is_asked=False).least
+    return DeviceChoice(search, by_shape[own], by_shape, None)
+
+
+def _shapes_of(search: Search, stages: int | None) -> Iterator[Shape]:
+    """The shapes to solve: for a large graph only those with `stages` stages, if given."""
+    setting = search.setting(Layout(((0,),)))
+    unequal = setting.is_asynchronous and setting.zero < GRADIENTS
+    for shape in shapes(len(search.cluster.devices), stages, unequal=unequal):
+        if stages in (None, len(shape)) or len(search.graph) <= _MOST_GROUPS_COMPARED:
+            yield shape
 
 
 def shapes(devices: int, stages: int | None = None, *, unequal: bool = True) -> tuple[Shape, ...]:

@@ -8,7 +8,8 @@ continues from the best one: exact for few devices, by exchanges of devices and 
 devices for many (`order_search.py`).
 
 While the graph is small, the requested method solves each layout; otherwise the chain DP does, and
-the method solves the best few. Among layouts whose times are equal within `_ORDER_SLACK`, the one
+the method solves the best few. Shapes that are only compared are solved by the chain DP, without
+moving cuts for a shorter step. Among layouts whose times are equal within `_ORDER_SLACK`, the one
 with the fewest boundaries between hosts is chosen. The bound is the smallest of all layouts'
 bounds; if not all layouts were solved, it is that of all devices on one host with the fastest link,
 or else of work alone.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -29,11 +30,12 @@ from ...runtime.errors import PlanError
 from ..graph.cost_graph import costs_of
 from ..graph.problem import Problem, Rules
 from ..graph.rank_model import RankConfig
-from .cluster import ANY_HOST, Cluster
+from .cluster import ANY_HOST, Cluster, make_setting
 from .compare_methods import ALL
 from .device_orders import Order, all_orders, block_orders, exchanged, is_listed, orders, signature
+from .keywords import PlanConfig
 from .order_search import MOST_EXACT, searched_order
-from .solve import Solution, solve
+from .solve import QUICK, Solution, solve
 
 Shape = tuple[int, ...]
 
@@ -161,6 +163,7 @@ _MOST_GROUPS_SOLVED = 2_000  # groups x layouts of one shape, by the requested m
 _MOST_WORK = 12_000  # groups x stages x layouts of one shape, by the chain DP
 _FEWEST_LAYOUTS, _MOST_LAYOUTS = 3, 120
 _MOST_RESOLVED = 3  # layouts, after the chain DP
+_OF_DEVICES = ("devices", "links", "overlap", "replicas", "exchange")
 
 
 @dataclass(frozen=True)
@@ -211,11 +214,12 @@ class Search:
         return max(_FEWEST_LAYOUTS, most // 4 if are_idle else most)
 
     def tried(self, shape: Shape, *, is_asked: bool) -> TriedLayout:
-        """A shape on its layouts. Raises PlanError if it fits on none."""
+        """A shape on its layouts, fewer ones if it is only compared with those that are asked for.
+        Raises PlanError if it fits on none."""
         most = self._most_layouts(shape) if is_asked else 2
         ways, are_all = layouts(self.cluster, shape, most)
         is_small = len(self.graph) * len(ways) <= _MOST_GROUPS_SOLVED
-        method = self.method if is_small else "chain"
+        method = QUICK if not is_asked else self.method if is_small else "chain"
         results = self._solved(ways, method)
         if is_asked and not are_all and max(shape) == 1 < len(shape):
             results += self._reordered(results, method)
@@ -334,6 +338,29 @@ class Search:
             setting=self.setting(layout),
             **options,
         )
+
+
+def search_of(
+    graph: nx.DiGraph,
+    cluster: Cluster,
+    stages: int | None,
+    method: str,
+    options: Mapping[str, Any],
+) -> Search:
+    """Separates the options of `solve`: those on how ranks run go into every setting."""
+    running = {name: options[name] for name in PlanConfig.__annotations__ if name in options}
+    base = make_setting(stages or 1, devices=cluster.devices, **running)
+    return Search(
+        graph,
+        replace(cluster, devices=base.devices),
+        method,
+        {
+            field.name: getattr(base, field.name)
+            for field in fields(RankConfig)
+            if field.name not in _OF_DEVICES
+        },
+        {name: value for name, value in options.items() if name not in running},
+    )
 
 
 def objective_ms(solution: Solution) -> float:

@@ -34,9 +34,9 @@ from ...runtime.plan.sharing import GRADIENTS
 from ...runtime.schedule.asynchronous import ASYNCHRONOUS
 from ..graph.rank_model import Device, RankConfig
 from ..solvers.relaxed_order import relaxed_order_ms
-from .choose_devices import DeviceChoice, search_of, shapes
+from .choose_devices import DeviceChoice, shapes
 from .cluster import Cluster
-from .device_layouts import LayoutResult, Search, Shape, shape_name
+from .device_layouts import LayoutResult, Search, Shape, search_of, shape_name
 from .infeasible import NothingFits
 from .shape_bounds import Totals
 from .solve import QUICK

@@ -30,6 +30,7 @@ from ..graph.rank_model import Device, RankConfig, scheduled
 from .choose_devices import (
     DeviceChoice,
     advised,
+    beside_other_shapes,
     choose,
     shape_candidates,
     shape_sentence,
@@ -49,6 +50,7 @@ _NUMBERS = (1, 2, 4, 8)
 _WORTH_SAYING = 0.01
 _MOST_EACH = (4, 2)  # how many numbers of stages per rank to compare: with another, with one
 _MOST_GROUPS = 1_000  # of a graph whose other numbers of stages are planned
+_OF_STAGES = ("method", "ranks")  # options that other shapes do not have
 
 
 @dataclass(frozen=True)
@@ -186,14 +188,8 @@ class Planner:
             return solution
         assert self.stages is not None
         equal = Cluster((Device(),) * self.stages, {ANY_HOST: LOCALHOST})
-        try:
-            options = {**self.options, "method": "chain"}
-            options.pop("ranks", None)
-            choice = choose(graph, equal, stages=self.stages, **options)
-        except PlanError:  # the chain does not support some requests of the method
-            return solution
-        if choice.layout.shape != (1,) * self.stages:
-            return solution
+        options = {name: self.options[name] for name in self.options if name not in _OF_STAGES}
+        choice = beside_other_shapes(graph, equal, solution, options)
         sentence = shape_sentence(choice, self.stages)
         return replace(
             solution,
