@@ -317,7 +317,9 @@ def _stage_load(
     share = setting.shares_at(stage)
     backward_ms = sums.backward_ms - sums.update_ms + (sums.forward_ms if recomputes else 0.0)
     memory = setting.memory(stage, sums, recompute=recomputes, replicas=replicas)
-    unshared = replace(setting, zero=0).memory(stage, sums, recompute=recomputes)
+    unshared = memory
+    if setting.zero:
+        unshared = replace(setting, zero=0).memory(stage, sums, recompute=recomputes)
     return StageLoad(
         forward_ms=float(sums.forward_ms) * share,
         backward_ms=float(backward_ms) * share,
