@@ -54,7 +54,6 @@ from .output import (
 from .planning.choose_devices import DeviceChoice
 from .planning.cluster import make_setting
 from .planning.cluster_file import cluster_of
-from .planning.compare_methods import ALL
 from .planning.explain import explain as explain_plan
 from .planning.explain import explain_micro_batches
 from .planning.infeasible import explained
@@ -281,8 +280,6 @@ def plan_phase(
     if wrong := contradiction(plan):
         raise PlanError(f"the plan could not be read again: {wrong}.", "Give it another name.")
     job.end_phase("plan", solution.summary, "explain" if options.explain else "generate")
-    # Alternatives use a single method: with all methods each would take as long as the plan.
-    solving["method"] = "auto" if options.method == ALL else options.method
     resolve = partial(solve, **solving) if options.explain else None
     findings = explain_plan(chosen.graph, solution, planner.link, resolve)
     plan = replace(plan, findings=(*findings, *explain_micro_batches(plan)))

@@ -16,7 +16,7 @@ from typing import Protocol
 import networkx as nx
 import numpy as np
 
-from ...runtime.errors import PlanError
+from ...runtime.errors import AsyncPipeError
 from ...runtime.formatting import (
     counted,
     write_bytes,
@@ -41,7 +41,7 @@ class Resolve(Protocol):
     """`solve` with all unchanged arguments."""
 
     def __call__(
-        self, graph: nx.DiGraph, *, stages: int, link: Link, setting: RankConfig
+        self, graph: nx.DiGraph, *, stages: int, link: Link, setting: RankConfig, method: str
     ) -> Solution: ...
 
 
@@ -82,17 +82,24 @@ _Other = tuple[str, nx.DiGraph, int, Link, RankConfig]
 def _others(graph: nx.DiGraph, solution: Solution, link: Link) -> Iterator[_Other]:
     """Each change with the graph, stages, link and setting to solve again."""
     setting = solution.setting
-    stages = setting.stages
-    devices = sum(map(setting.replicas_at, range(stages)))
-    more = (
-        f"one more device ({stages + 1})"
-        if devices == stages
-        else f"one more stage, on one more device ({devices + 1} devices)"
-    )
-    yield more, graph, stages + 1, link, _longer(setting)
-    if stages > 1:
-        fewer = counted(stages - 1, "stage")
-        yield f"one stage fewer ({fewer})", graph, stages - 1, link, _shorter(setting)
+    ranks, stages = setting.stages, solution.asked_stages
+    each = -(-stages // ranks)
+    devices = sum(map(setting.replicas_at, range(ranks)))
+    if each > 1:
+        more, fewer = (
+            f"{counted(number, 'device')} with {counted(number * each, 'stage')}"
+            for number in (ranks + 1, ranks - 1)
+        )
+    else:
+        more = (
+            f"one more device ({ranks + 1})"
+            if devices == ranks
+            else f"one more stage, on one more device ({devices + 1} devices)"
+        )
+        fewer = f"one stage fewer ({counted(ranks - 1, 'stage')})"
+    yield more, graph, (ranks + 1) * each, link, _longer(setting)
+    if ranks > 1:
+        yield fewer, graph, (ranks - 1) * each, link, _shorter(setting)
         for factor in (2, 10):
             links = setting.links and tuple(_faster(link, factor) for link in setting.links)
             yield (
@@ -158,9 +165,10 @@ def _change(
     setting: RankConfig,
 ) -> Finding:
     try:
-        other = resolve(graph, stages=stages, link=link, setting=setting)
-    except PlanError as error:
+        other = resolve(graph, stages=stages, link=link, setting=setting, method=solution.method)
+    except AsyncPipeError as error:
         return Finding("change", about, f"not possible: {error.what}")
+    slowest = write_change(solution.bottleneck_ms, other.bottleneck_ms)
     peaks = [max(plan.evaluation.rank_bytes) for plan in (solution, other)]
     memory = " → ".join(dict.fromkeys(write_bytes(peak) for peak in peaks))
     speed = solution.objective_ms / other.objective_ms if other.objective_ms else 1.0
@@ -168,8 +176,8 @@ def _change(
         "" if setting.is_asynchronous else f"step {write_change(solution.step_ms, other.step_ms)}, "
     )
     text = (
-        f"bottleneck stage {write_change(solution.bottleneck_ms, other.bottleneck_ms)}, {step}"
-        f"{write_ratio(speed)} throughput; largest peak memory "
+        f"{solution.bottleneck_name} {slowest}, {step}{write_ratio(speed)} throughput; largest "
+        "peak memory "
         f"{memory}{'' if ' → ' in memory else ' (unchanged)'}."
     )
     return Finding("change", about, text, round(other.bottleneck_ms, 6))

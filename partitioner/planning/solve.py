@@ -94,6 +94,18 @@ class Solution:
         return self.evaluation.bottleneck_ms
 
     @property
+    def bottleneck_name(self) -> str:
+        several = self.placement.ranks is not None and not self.placement.is_replicated
+        return f"bottleneck {'rank' if several else 'stage'}"
+
+    @property
+    def asked_stages(self) -> int:
+        """The number of stages that `solve` was asked for: one for each rank, unless it was given
+        fewer ranks."""
+        is_folded = METHODS[self.method] in SUPPORTS_RANKS and len(self.loads) > self.setting.stages
+        return len(self.loads) if is_folded else self.setting.stages
+
+    @property
     def even_split_ms(self) -> float:
         return self.even_split.bottleneck_ms
 
@@ -112,8 +124,7 @@ class Solution:
     def summary(self) -> str:
         """The objective and its proven bound, in one clause."""
         proven = "proven optimal" if self.optimal else f"{write_gap(self.gap)} above the optimum"
-        several = self.placement.ranks is not None and not self.placement.is_replicated
-        slowest = f"bottleneck {'rank' if several else 'stage'} {write_ms(self.bottleneck_ms)}"
+        slowest = f"{self.bottleneck_name} {write_ms(self.bottleneck_ms)}"
         if self.setting.is_asynchronous:
             return f"{self.method} · {slowest} ({proven})"
         step = f"{self.setting.schedule} step {write_ms(self.step_ms)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -22,6 +23,7 @@ from asyncpipe.partitioner.planning.explain import (
 )
 from asyncpipe.partitioner.planning.explain_cuts import explain_cuts, moved_to, moves
 from asyncpipe.partitioner.planning.solve import Solution, solve
+from asyncpipe.runtime.errors import ScheduleError
 from asyncpipe.runtime.formatting import write_bytes, write_ms, write_share
 from asyncpipe.runtime.plan.findings import Finding
 from asyncpipe.runtime.plan.forecast import forecast_one_step
@@ -94,6 +96,46 @@ def test_stated_plans_of_faster_links_are_those_that_solve_finds(factor):
     found = changes(TOY, toy())[f"{factor}× faster links"]
     assert found.bottleneck_ms == pytest.approx(best.bottleneck_ms)
     assert best.bottleneck_ms < toy().bottleneck_ms
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_ranks_of_several_stages_have_as_many_in_other_settings(schedule: str) -> None:
+    def best(stages: int, ranks: int, link: Link = LINK) -> float:
+        running = {"schedule": schedule, "ranks": ranks, "micro_batches": 6}
+        return solve(graph, stages=stages, link=link, prefer_modules=0.0, **running).step_ms
+
+    graph = blocks((2, 1), (3, 1), (1, 2), (4, 1), (1, 1))
+    running = {"schedule": schedule, "ranks": 2, "micro_batches": 6}
+    solution = solve(graph, stages=4, link=LINK, prefer_modules=0.0, **running)
+    found = changes(graph, solution)
+    faster = Link(LINK.latency_ms, 10 * LINK.bytes_per_s)
+    for about, step_ms in {
+        "3 devices with 6 stages": best(6, 3),
+        "1 device with 2 stages": best(2, 1),
+        "10× faster links": best(4, 2, faster),
+    }.items():
+        assert f"{write_ms(solution.step_ms)} → {write_ms(step_ms)}" in found[about].text
+        assert found[about].text.startswith("bottleneck rank")
+
+
+def test_a_plan_that_was_the_best_of_all_methods_changes_by_its_own_method() -> None:
+    solution = toy()
+    asked = []
+
+    def resolve(graph: nx.DiGraph, **given: Any) -> Solution:
+        asked.append(given["method"])
+        return solve(graph, prefer_modules=0.0, **given)
+
+    explain_changes(TOY, replace(solution, method="uniform"), LINK, resolve)
+    assert set(asked) == {"uniform"}
+
+
+def test_a_schedule_that_does_not_run_on_other_numbers_of_ranks_is_told_to_be_impossible() -> None:
+    def resolve(graph: nx.DiGraph, **given: Any) -> Solution:
+        raise ScheduleError("zb-v has two stages on every rank.", "Partition again.")
+
+    found = explain_changes(TOY, toy(), LINK, resolve)
+    assert {one.text for one in found} == {"not possible: zb-v has two stages on every rank."}
 
 
 def test_links_of_a_device_file_become_faster_too():
