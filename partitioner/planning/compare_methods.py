@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec
 
-from ...runtime.errors import PlanError
+from ...runtime.errors import AsyncPipeError
 from ...runtime.formatting import write_share
 from ...runtime.plan.findings import Candidate
 from ..solvers import METHODS
@@ -53,16 +53,16 @@ def or_all(solve: Callable[P, Solution]) -> Callable[P, Solution]:
 def best_of(by: Callable[[str], Solution], methods: Collection[str]) -> Solution:
     """The best solution of all `methods`, each run once, and one candidate for each.
 
-    A method that cannot serve the request is a candidate with its reason. Raises the PlanError
-    of the first method when every method fails.
+    A method that cannot serve the request is a candidate with its reason. Raises the error of the
+    first method when every method fails.
     """
     solutions: dict[str, Solution] = {}
-    refused: dict[str, PlanError] = {}
+    refused: dict[str, AsyncPipeError] = {}
     names = _distinct(methods)
     for name in names:
         try:
             solutions[name] = by(name)
-        except PlanError as error:
+        except AsyncPipeError as error:
             refused[name] = error
     if not solutions:
         raise refused[names[0]]
@@ -135,6 +135,6 @@ def _candidate(solution: Solution) -> Candidate:
     )
 
 
-def _refusal(name: str, error: PlanError) -> Candidate:
+def _refusal(name: str, error: AsyncPipeError) -> Candidate:
     """The row of a method that has no plan: no stages, and the reason."""
     return Candidate(name, 0, 0.0, 0.0, 0, 0, 0.0, 0.0, note=error.what)

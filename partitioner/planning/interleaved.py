@@ -237,6 +237,8 @@ def _further(problem: Problem, place: Place, stages: int) -> Placement:
     """The best plan with one stage per rank, each cut into the same number of parts of equal
     work.
     """
+    if len(problem.rules.must_cut) >= problem.stages:
+        raise PlanError("there are more demanded cuts than between one stage for each rank.")
     alone = replace(problem, setting=replace(problem.setting, schedule="1f1b"))
     coarse = np.asarray(place(alone).stage_of)
     parts, may_cut = stages // problem.stages, problem.rules.may_cut

@@ -101,7 +101,7 @@ def bottleneck_bound_ms(problem: Problem, free: Placement) -> float:
     """A bound of the slowest rank's time per micro-batch in all plans; `free` is the problem
     without demanded cuts.
     """
-    if problem.setting.rounds == 1:
+    if problem.setting.score_is_load and problem.setting.rounds == 1:
         return lower_bound_ms(problem, free)
     return lower_bound_ms(problem, _unproved(free)) / problem.setting.rounds
 

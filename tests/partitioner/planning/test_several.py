@@ -129,6 +129,16 @@ def test_a_heavy_stage_is_made_up_for_by_light_ones_of_its_rank() -> None:
     assert max(made.evaluation.rank_ms) / min(made.evaluation.rank_ms) < even
 
 
+def test_more_cuts_than_ranks_may_be_demanded() -> None:
+    graph = headed_row(12)
+    demanded = [str(list(graph)[at]) for at in (3, 5, 8)]
+    made = solve(
+        graph, stages=6, schedule="interleaved", ranks=2, prefer_modules=0, cut_before=demanded
+    )
+    at = list(made.stage_of.values())
+    assert all(at[cut] == at[cut - 1] + 1 for cut in (3, 5, 8))
+
+
 def test_a_computed_schedule_is_planned_at_least_as_well_as_one_with_a_name() -> None:
     graph = headed_row(30, seed=2)
     steps = {

@@ -58,6 +58,17 @@ def test_bound_is_never_above_the_best_of_all_placements(graph, stages, link):
         assert solution.bottleneck_ms == pytest.approx(best)
 
 
+@settings(max_examples=40)
+@given(graphs(), st.integers(2, 3), LINKS, st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
+def test_so_it_is_with_one_micro_batch_of_a_synchronous_step(graph, stages, link, schedule):
+    """Whose score is the whole step, not the slowest stage."""
+    best = best_ms(problem_of(graph, stages, link), all_ordered(graph, stages))
+    solution = solve(
+        graph, stages=stages, link=link, prefer_modules=0, schedule=schedule, micro_batches=1
+    )
+    assert solution.lower_bound_ms <= best * (1 + 1e-9)
+
+
 @settings(max_examples=100)
 @given(graphs(), LINKS, st.booleans())
 def test_columns_of_the_recurrence_equal_the_evaluator(graph, link, is_tied):

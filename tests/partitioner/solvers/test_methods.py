@@ -286,6 +286,13 @@ def test_clusters_are_of_like_times_the_largest_first():
     assert found.tolist() == [1, 0, 1, 0, 1]
 
 
+def test_a_method_whose_plans_the_schedule_does_not_run_is_left_out() -> None:
+    graph = line(*[1.0] * 8)
+    made = solve(graph, stages=4, method="all", schedule="zb-h1", prefer_modules=0)
+    refused = {one.name: one.note for one in made.candidates if not one.stages}
+    assert list(refused) == ["mpipe"] and "zb-h1 has one stage on every rank" in refused["mpipe"]
+
+
 def test_metis_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "pymetis", None)
     with pytest.raises(PlanError, match="needs pymetis, which is not installed") as raised:
