@@ -319,7 +319,7 @@ def _demanded_cuts(costs: Costs, cut_before: Collection[str]) -> tuple[int, ...]
     for group in cut_before:
         if not position.get(group):
             raise PlanError(f"no cut can be before {group} of {costs.name}.")
-    return tuple(sorted(position[group] for group in cut_before))
+    return tuple(sorted({position[group] for group in cut_before}))
 
 
 def _check_demands(stages: int, must_cut: tuple[int, ...], method: str) -> None:

@@ -393,7 +393,7 @@ class _Search:
         """The time of one micro-batch of stages on those ranks, inf where they do not fit."""
         setting = self._problem.setting
         # A stage with a predecessor holds its messages; the first stage receives none.
-        alone = setting.at([ranks[0]] * (behind + 2))
+        alone = replace(setting.at([ranks[0]] * (behind + 2)), rank_of_stage=())
         exchange_ms = setting.exchange_ms(
             self._problem.link_among(ranks), sums.param_bytes, len(ranks)
         )

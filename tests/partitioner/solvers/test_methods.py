@@ -286,6 +286,14 @@ def test_clusters_are_of_like_times_the_largest_first():
     assert found.tolist() == [1, 0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b", "auto"])
+def test_pipedream_plans_stages_that_recompute_for_every_schedule(schedule: str) -> None:
+    graph = line(*[1.0] * 6)
+    given = {"stages": 3, "method": "pipedream", "schedule": schedule, "prefer_modules": 0}
+    plain, again = (solve(graph, recompute=recompute, **given) for recompute in ("none", "all"))
+    assert again.step_ms >= plain.step_ms
+
+
 def test_a_method_whose_plans_the_schedule_does_not_run_is_left_out() -> None:
     graph = line(*[1.0] * 8)
     made = solve(graph, stages=4, method="all", schedule="zb-h1", prefer_modules=0)
