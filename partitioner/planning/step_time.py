@@ -223,7 +223,9 @@ def _fitted(
     """The schedule for the costs of a placement, and the costs with its micro-batches in flight;
     these change if their number decides which stages recompute.
     """
-    at = tuple(ranks[0] for ranks in placement.ranks_of_stage)
+    first = [ranks[0] for ranks in placement.ranks_of_stage]
+    # Replicas of a stage count as one rank.
+    at = tuple(sorted(set(first)).index(rank) for rank in first)
     count = problem.setting.shared_micro_batches
     talk, holders = communication_of(problem, placement), _holders(problem, placement)
     evaluation = evaluate(problem, placement)

@@ -294,6 +294,15 @@ def test_pipedream_plans_stages_that_recompute_for_every_schedule(schedule: str)
     assert again.step_ms >= plain.step_ms
 
 
+def test_a_computed_schedule_takes_the_replicas_of_a_stage_for_one_rank() -> None:
+    graph = line(4, 4, 3)
+    graph.nodes["n2"]["param_bytes"] = 10_000_000  # its gradients would take long to sum
+    given = {"method": "pipedream", "prefer_modules": 0, "link": Link(0.0, 1e6)}
+    made = solve(graph, stages=3, schedule="auto", **given)
+    assert made.placement.ranks_of_stage == ((0, 1), (2,))
+    assert made.step_ms >= made.setting.micro_batches * made.bottleneck_ms * (1 - 1e-9)
+
+
 def test_a_method_whose_plans_the_schedule_does_not_run_is_left_out() -> None:
     graph = line(*[1.0] * 8)
     made = solve(graph, stages=4, method="all", schedule="zb-h1", prefer_modules=0)
