@@ -143,18 +143,18 @@ def choose(
 def beside_other_shapes(
     graph: nx.DiGraph, cluster: Cluster, solution: Solution, options: Mapping[str, Any]
 ) -> DeviceChoice:
-    """A plan with one of equal devices for each stage as the choice, beside quick plans of the
-    other shapes. `options` are those of `solve`.
+    """A plan on equal devices as the choice, beside quick plans of the other shapes. `options` are
+    those of `solve`.
     """
-    own = (1,) * len(solution.loads)
-    search = search_of(graph, cluster, len(own), QUICK, options)
-    row = Layout(tuple((device,) for device in range(len(own))))
-    by_shape = {own: LayoutResult(row, solution)}
-    for shape in _shapes_of(search, len(own)):
-        if shape != own:
+    layout = Layout(solution.placement.ranks_of_stage)
+    search = search_of(graph, cluster, layout.stages, QUICK, options)
+    own = LayoutResult(layout, solution)
+    by_shape = {layout.shape: own}
+    for shape in _shapes_of(search, layout.stages):
+        if shape != layout.shape:
             with suppress(PlanError):
                 by_shape[shape] = search.tried(shape, is_asked=False).least
-    return DeviceChoice(search, by_shape[own], by_shape, None)
+    return DeviceChoice(search, own, by_shape, None)
 
 
 def _shapes_of(search: Search, stages: int | None) -> Iterator[Shape]:
