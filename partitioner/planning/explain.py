@@ -176,9 +176,8 @@ def _change(
         "" if setting.is_asynchronous else f"step {write_change(solution.step_ms, other.step_ms)}, "
     )
     text = (
-        f"{solution.bottleneck_name} {slowest}, {step}{write_ratio(speed)} throughput; largest "
-        "peak memory "
-        f"{memory}{'' if ' → ' in memory else ' (unchanged)'}."
+        f"bottleneck {solution.unit} {slowest}, {step}{write_ratio(speed)} throughput; "
+        f"largest peak memory {memory}{'' if ' → ' in memory else ' (unchanged)'}."
     )
     return Finding("change", about, text, round(other.bottleneck_ms, 6))
 
@@ -287,13 +286,15 @@ def _tightest_bound(solution: Solution) -> Finding:
     largest = int(least_ms.argmax())
     largest_ms, bound_ms = float(least_ms[largest]), solution.lower_bound_ms
     name = problem.costs.labels[largest]
+    preposition = "with" if solution.unit == "stage" else "on"
     parts = (
-        f"no plan with {counted(problem.stages, 'stage')} can be faster than {write_ms(bound_ms)}; "
+        f"no plan {preposition} {counted(problem.stages, solution.unit)} can be faster than "
+        f"{write_ms(bound_ms)}; "
         f"an equal share of the work is {write_ms(share_ms)}, and the largest operation, {name}, "
         f"takes {write_ms(largest_ms)}"
     )
     if problem.stages == 1:
-        decides = "one stage does all the work"
+        decides = f"one {solution.unit} does all the work"
     elif bound_ms <= share_ms * _TIGHT:
         decides = "limited by the equal share: only more devices or less work would lower it"
     elif bound_ms <= largest_ms * _TIGHT:
@@ -327,6 +328,6 @@ def _above_equal_share(solution: Solution) -> Finding:
     return Finding(
         "bound",
         "the proof",
-        f"{status}: its bottleneck stage is {write_ms(above_ms)} above the equal share, "
+        f"{status}: its bottleneck {solution.unit} is {write_ms(above_ms)} above the equal share, "
         f"including {write_ms(waiting_ms)} of transfers.{step}",
     )

@@ -94,9 +94,10 @@ class Solution:
         return self.evaluation.bottleneck_ms
 
     @property
-    def bottleneck_name(self) -> str:
+    def unit(self) -> str:
+        """What loads are compared of: stages, or ranks that may have several."""
         several = self.placement.ranks is not None and not self.placement.is_replicated
-        return f"bottleneck {'rank' if several else 'stage'}"
+        return "rank" if several else "stage"
 
     @property
     def asked_stages(self) -> int:
@@ -124,7 +125,7 @@ class Solution:
     def summary(self) -> str:
         """The objective and its proven bound, in one clause."""
         proven = "proven optimal" if self.optimal else f"{write_gap(self.gap)} above the optimum"
-        slowest = f"{self.bottleneck_name} {write_ms(self.bottleneck_ms)}"
+        slowest = f"bottleneck {self.unit} {write_ms(self.bottleneck_ms)}"
         if self.setting.is_asynchronous:
             return f"{self.method} · {slowest} ({proven})"
         step = f"{self.setting.schedule} step {write_ms(self.step_ms)}"

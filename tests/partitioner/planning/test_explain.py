@@ -107,6 +107,8 @@ def test_ranks_of_several_stages_have_as_many_in_other_settings(schedule: str) -
     graph = blocks((2, 1), (3, 1), (1, 2), (4, 1), (1, 1))
     running = {"schedule": schedule, "ranks": 2, "micro_batches": 6}
     solution = solve(graph, stages=4, link=LINK, prefer_modules=0.0, **running)
+    _, bound, proof = explain_bound(solution)
+    assert "no plan on 2 ranks can be faster" in bound.text and "bottleneck rank" in proof.text
     found = changes(graph, solution)
     faster = Link(LINK.latency_ms, 10 * LINK.bytes_per_s)
     for about, step_ms in {
