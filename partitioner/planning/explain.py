@@ -322,8 +322,8 @@ def _above_equal_share(solution: Solution) -> Finding:
     step = (
         ""
         if solution.setting.is_asynchronous
-        else f" A {solution.setting.schedule} step takes {write_ms(solution.step_ms)}; no plan can "
-        f"have a step below {write_ms(solution.step_bound_ms)}."
+        else f" A step of {solution.setting.schedule} takes {write_ms(solution.step_ms)}; no plan "
+        f"can have a step below {write_ms(solution.step_bound_ms)}."
     )
     return Finding(
         "bound",

@@ -238,7 +238,7 @@ def _further(problem: Problem, place: Place, stages: int) -> Placement:
     work.
     """
     if len(problem.rules.must_cut) >= problem.stages:
-        raise PlanError("there are more demanded cuts than between one stage for each rank.")
+        raise PlanError("more cuts are demanded than one stage for each rank has.")
     alone = replace(problem, setting=replace(problem.setting, schedule="1f1b"))
     coarse = np.asarray(place(alone).stage_of)
     parts, may_cut = stages // problem.stages, problem.rules.may_cut
