@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..runtime.errors import PlanError
 from .capture.check import Differs, compare
-from .capture.model_state import MOST_BYTES, Noise, device_of, plain_tensors
+from .capture.model_state import MOST_BYTES, Noise, device_of, plain_tensors, unchanged
 from .capture.sizes import sizes_text
 
 TOLERANCE = 1e-4
@@ -186,20 +186,22 @@ def state_between_calls(
     """The error and its cure, if two equal calls differ, or the second raises, because of
     attributes that the first sets.
 
-    `call` makes the results from equal parameters, buffers and random numbers.
+    `call` makes the results from equal parameters, buffers and random numbers. The model is
+    unchanged afterwards.
     """
-    before = _attributes(model)
-    first = call()
-    after = _attributes(model)
-    names = [name for name, value in after.items() if before.get(name) != value]
-    if not names:
-        return None
-    try:
-        second = call()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # as of a backward through the graph of the first call
-        second = {}
+    with unchanged(model):
+        before = attributes_of(model)
+        first = call()
+        after = attributes_of(model)
+        names = [name for name, value in after.items() if before.get(name) != value]
+        if not names:
+            return None
+        try:
+            second = call()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # as of a backward through the graph of the first call
+            second = {}
     if first.keys() == second.keys() and all(
         torch.equal(value, second[name]) or bool(value.isnan().any())
         for name, value in first.items()
@@ -215,7 +217,7 @@ def state_between_calls(
     )
 
 
-def _attributes(model: nn.Module) -> dict[str, Any]:
+def attributes_of(model: nn.Module) -> dict[str, Any]:
     """The identity of each attribute by name; for containers the identities of their items."""
     return {
         f"{path}.{name}" if path else name: _identity(value)

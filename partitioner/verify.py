@@ -61,6 +61,7 @@ from .verdict import (
     TOLERANCE,
     TOLERANCE_IN_DOUBLE,
     Verified,
+    attributes_of,
     doubled,
     follow,
     not_repeatable,
@@ -154,13 +155,15 @@ def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The outputs, gradients, buffers, changed parameters and inputs after a run in one mode."""
+    """The outputs, gradients, buffers, changed parameters and inputs after a run in one mode, and
+    whether the run has set attributes of the model."""
 
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
     inputs: Mapping[str, Tensor]
+    sets_attributes: bool = False
 
 
 def _modes(plan: Plan) -> tuple[bool, ...]:
@@ -221,10 +224,10 @@ class _Comparison:
 
     def verified(self, sizes: Mapping[str, int] | None) -> Verified:
         """Compares at `sizes`; without these also at larger ones."""
-        plan = self.pair.plan
-        sample = self._sample(sizes)
-        with unchanged(self.pair.model):
-            call = partial(self._results, sample.inputs, _modes(plan)[0])
+        plan, sample = self.pair.plan, self._sample(sizes)
+        first = _modes(plan)[0]
+        if sample.result[first].sets_attributes:
+            call = partial(self._results, sample.inputs, first)
             if why := state_between_calls(self.pair.model, call):
                 raise PlanError(*why)
         trained = sample.result[True]
@@ -290,10 +293,8 @@ class _Comparison:
             if refusal := self.pair.refused(larger):
                 verified = replace(verified, refused=verified.refused or refusal)
                 continue
-            if (
-                not is_small
-                and sum(math.prod(spec.resolve(larger)) for spec in plan.inputs) > _MANY
-            ):
+            elements = sum(math.prod(spec.resolve(larger)) for spec in plan.inputs)
+            if larger == verified.sizes or (elements > _MANY and not is_small):
                 continue
             attempt = partial(self._original, modes=modes if is_small else modes[:1])
             if (further := accepted(attempt, self.pair.given.tensors, dims, larger)) is not None:
@@ -330,8 +331,7 @@ class _Comparison:
         for mode, seen in first.items():
             if why := not_repeatable(model, seen.outputs, second[mode].outputs):
                 return PlanError(*why)
-        with unchanged(model):
-            why = state_between_calls(model, partial(self._results, inputs, True))
+        why = state_between_calls(model, partial(self._results, inputs, True))
         if not why and False in first:
             with unchanged(model):
                 why = gradients_asked(model, partial(self._results, inputs, False))
@@ -343,7 +343,7 @@ class _Comparison:
         model = self.pair.model
         _take_gradients(model)  # the caller's
         own = detached(inputs)  # A model may change its inputs.
-        model.train(training)
+        before = attributes_of(model.train(training))
         seed_all(1)
         gradients = training if gradients is None else gradients
         with torch.set_grad_enabled(gradients), without_cache(model):
@@ -351,8 +351,8 @@ class _Comparison:
         if training:
             torch.autograd.backward(total_of(outputs))
         buffers = detached(dict(model.named_buffers(remove_duplicate=False)))
-        changed = self.copies.changed
-        return _Seen(detached(outputs), _take_gradients(model), buffers, changed(), own)
+        seen = _Seen(detached(outputs), _take_gradients(model), buffers, self.copies.changed(), own)
+        return replace(seen, sets_attributes=before != attributes_of(model))
 
     def _run_stages(self, sample: Sample[Any], training: bool) -> _Seen:
         plan, stages = self.pair.plan, self.pair.stages

@@ -13,14 +13,17 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from enum import Enum
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...runtime.errors import CaptureError
 from .arguments import map_leaves, tensors_in
@@ -179,7 +182,10 @@ class Bindings:
             return LocalDevice() if _same_device(leaf, self._device) else leaf
         if isinstance(leaf, nn.Module):
             raise ModulePassedError(type(leaf).__name__)
-        return leaf
+        if isinstance(leaf, np.ndarray):  # an index, such as x[:, order]
+            with _disable_current_modes():
+                return self.node(torch.tensor(leaf))
+        return leaf.value if isinstance(leaf, Enum) and isinstance(leaf, (int, str)) else leaf
 
     def current_regions(self, entered: Sequence[Region]) -> list[Region]:
         """The regions of a node, given those that forward has entered."""

@@ -21,6 +21,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ _TRANSPARENT = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict,
     nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, nn.DataParallel,
 )  # fmt: skip
+
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_OF_ALL_RNNS = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
+_INDEX = ("idx", "id", "index", "number", "num", "i")
 
 
 def leaf_rule(model: nn.Module, names: Collection[str]) -> LeafRule:
@@ -70,7 +75,8 @@ def leaf_rule(model: nn.Module, names: Collection[str]) -> LeafRule:
 
 def is_torch_leaf(module: nn.Module) -> bool:
     """True for a module of torch.nn without hooks, parametrizations or a forward of its own, but
-    for a loss with the weights of classes, which a constructor in code cannot be given."""
+    for a loss with the weights of classes, and a layer of attention with other parts than those of
+    its class: a constructor in code cannot be given them."""
     home = type(module).__module__
     has_weights = isinstance(module, nn.modules.loss._Loss) and bool(list(module.buffers()))
     return (
@@ -80,7 +86,20 @@ def is_torch_leaf(module: nn.Module) -> bool:
         and not has_weights
         and not has_forward_hooks(module)
         and "forward" not in vars(module)
+        and (not isinstance(module, _ATTENTION) or _has_usual_parts(module))
     )
+
+
+def _has_usual_parts(layer: nn.Module) -> bool:
+    parts = {path: type(part) for path, part in layer.named_modules() if path}
+    usual = parts == _usual_parts(type(layer)) and all(map(is_torch_leaf, layer.children()))
+    return usual and _activation_name(getattr(layer, "activation", None)) is not _UNKNOWN
+
+
+@cache
+def _usual_parts(kind: type[nn.Module]) -> dict[str, type[nn.Module]]:
+    with torch.device("meta"):
+        return {path: type(part) for path, part in kind(1, 1).named_modules() if path}
 
 
 def _class_names(module: nn.Module) -> tuple[str, str]:
@@ -175,7 +194,7 @@ def construct(module: nn.Module, path: str, model: nn.Module | None = None) -> C
 def _cure(module: nn.Module) -> str:
     kind = type(module)
     if is_torch_leaf(module):
-        own = sorted(set(_plain(module)) - set(_plain_names(kind)))
+        own = sorted(_plain(module).keys() - inspect.signature(kind).parameters.keys())
         changed = f" ({', '.join(own)})" if own else ""
         return (
             f"It was changed after its construction{changed}: write a class of its own with its "
@@ -185,10 +204,6 @@ def _cure(module: nn.Module) -> str:
         f"Remove --leaf {kind.__name__} so that it is captured, or store the arguments of its "
         "__init__ as attributes of the same names."
     )
-
-
-def _plain_names(kind: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind).parameters)
 
 
 def _guesses(module: nn.Module, path: str, model: nn.Module | None) -> Iterator[dict[str, Any]]:
@@ -214,7 +229,7 @@ def _guesses(module: nn.Module, path: str, model: nn.Module | None) -> Iterator[
             for name, parameter in parameters.items():
                 if configuration is not None and is_asked_for(parameter):
                     values[name] = configuration
-                elif name not in known and index is not None and _is_index(name):
+                elif name not in known and index is not None and name.split("_")[-1] in _INDEX:
                     values[name] = index
                 elif name not in known and hasattr(configuration, name):
                     values[name] = getattr(configuration, name)
@@ -223,10 +238,6 @@ def _guesses(module: nn.Module, path: str, model: nn.Module | None) -> Iterator[
 
 def _is_writable(value: Any) -> bool:
     return not is_configuration(value) or configuration_arguments(value) is not None
-
-
-def _is_index(name: str) -> bool:
-    return name.rpartition("_")[2] in ("idx", "id", "index", "number", "num", "i")
 
 
 def is_importable(kind: type) -> bool:
@@ -240,7 +251,9 @@ _UNKNOWN = object()
 def _parameters(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of the required and of the optional parameters of `__init__`, in order."""
     if isinstance(module, nn.RNNBase):
-        return ("input_size", "hidden_size"), tuple(_rnn_options(module))
+        further = ((nn.LSTM, "proj_size"), (nn.RNN, "nonlinearity"))
+        own = (name for kind, name in further if isinstance(module, kind))
+        return ("input_size", "hidden_size"), (*_OF_ALL_RNNS, *own, "dtype")
     required, optional = [], []
     for name, parameter in inspect.signature(type(module)).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -257,8 +270,6 @@ def _from_attributes(module: nn.Module) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name in (*required, *optional):
         value = getattr(module, name, _UNKNOWN)
-        if name == "device":
-            continue
         if name == "dtype":
             value = _dtype(module)
         elif value is None or isinstance(value, Tensor):
@@ -266,31 +277,19 @@ def _from_attributes(module: nn.Module) -> dict[str, Any]:
             switch = inspect.signature(type(module)).parameters.get(name)
             if isinstance(value, Tensor) or (switch and isinstance(switch.default, bool)):
                 value = value is not None
-        elif isinstance(value, nn.Module):
-            continue
-        values[name] = value
+        if name != "device" and not isinstance(value, nn.Module):
+            values[name] = value
     return values
 
 
 def _dtype(module: nn.Module) -> Any:
-    tensors = [p for p in module.parameters() if p.is_floating_point() or p.is_complex()]
-    same = {value.dtype for value in tensors}
+    same = {p.dtype for p in module.parameters() if p.is_floating_point() or p.is_complex()}
     return same.pop() if len(same) == 1 else None
-
-
-def _rnn_options(module: nn.RNNBase) -> dict[str, Any]:
-    names = ["num_layers", "bias", "batch_first", "dropout", "bidirectional"]
-    names += ["proj_size"] if isinstance(module, nn.LSTM) else []
-    names += ["nonlinearity"] if isinstance(module, nn.RNN) else []
-    return {name: getattr(module, name) for name in names} | {"dtype": _dtype(module)}
 
 
 def _from_parts(module: nn.Module) -> dict[str, Any]:
     """Arguments that are attributes under other names, or attributes of child modules."""
     match module:
-        case nn.RNNBase():
-            sizes = {"input_size": module.input_size, "hidden_size": module.hidden_size}
-            return {**sizes, **_rnn_options(module)}
         case nn.MultiheadAttention():
             return {
                 "bias": module.in_proj_bias is not None,
@@ -311,8 +310,8 @@ def _from_parts(module: nn.Module) -> dict[str, Any]:
     return {}
 
 
-def _activation_name(activation: Callable[..., Any]) -> Any:
-    known = {nn.functional.relu: "relu", nn.functional.gelu: "gelu"}
+def _activation_name(activation: Callable[..., Any] | None) -> Any:
+    known = {nn.functional.relu: "relu", nn.functional.gelu: "gelu", None: None}
     return known.get(activation, _UNKNOWN)
 
 
@@ -328,19 +327,21 @@ def _build(kind: type[nn.Module], given: Mapping[str, Any]) -> nn.Module | None:
 def _is_same(built: nn.Module | None, module: nn.Module) -> bool:
     if built is None or type(built) is not type(module):
         return False
-    mine, other = (
-        {
-            name: (type(value), tuple(value.shape), value.dtype)
-            for name, value in (*tree.named_parameters(), *tree.named_buffers())
-        }
-        for tree in (built, module)
-    )
-    if mine != other or list(built.state_dict()) != list(module.state_dict()):
+    if _contents(built) != _contents(module):
         return False
     return all(
         ours.extra_repr() == theirs.extra_repr() and _plain(ours) == _plain_beside(ours, theirs)
         for ours, theirs in zip(built.modules(), module.modules(), strict=True)
     )
+
+
+def _contents(module: nn.Module) -> tuple[Any, ...]:
+    """The classes, the names of the state_dict, and the parameters and buffers."""
+    tensors = {
+        name: (type(value), tuple(value.shape), value.dtype)
+        for name, value in (*module.named_parameters(), *module.named_buffers())
+    }
+    return list(map(_class_names, module.modules())), list(module.state_dict()), tensors
 
 
 def _plain_beside(built: nn.Module, module: nn.Module) -> dict[str, Any]:

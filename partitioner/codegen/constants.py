@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import cmath
 import math
 import operator
 import types
@@ -49,6 +50,8 @@ _CONSTANTS: Mapping[float, Code] = {
     torch.finfo(torch.float64).min: Code("torch.finfo(torch.float64).min"),
 }
 
+_TYPES_AS_DTYPES = (bool, int, float, complex)
+
 
 def write_constant(value: Any) -> Code:
     """The expression that makes a value other than a tensor; raises PlanError if there is none."""
@@ -69,6 +72,12 @@ def write_constant(value: Any) -> Code:
             return Code("...")
         case torch.dtype() | torch.memory_format() | torch.layout():
             return Code(str(value))
+        case type() if value in _TYPES_AS_DTYPES:
+            return Code(value.__name__)
+        case type() if isinstance(value, type(torch.FloatTensor)):
+            return Code(f"{value.__module__}.{value.__name__}")
+        case range():
+            return Code(repr(value))
         case torch.device():
             text = f'torch.device("{value}")'
             return Code(text)
@@ -86,7 +95,9 @@ def write_constant(value: Any) -> Code:
             ]
             return bracket("{", tuple(pairs), "}")
         case complex():
-            return Code(repr(value))
+            if cmath.isfinite(value):
+                return Code(repr(value))
+            return call("complex", (write_constant(value.real), write_constant(value.imag)))
     raise PlanError(
         f"cannot write {_short(value)} ({type(value).__name__}) as an argument in generated code.",
         "Keep the module that uses it as one node: --leaf CLASS",
@@ -113,6 +124,8 @@ _HOMES = (
 )
 # A function that torch and F both have is written with torch's name: torch.relu, not F.relu.
 _SORTED_HOMES = (_HOMES[1], _HOMES[0], *_HOMES[2:])
+# Where torch keeps its functions, whatever another package has put in their place in torch.
+_OWN_HOME = ("torch", torch._C._VariableFunctions)
 
 
 def name_callable(target: Callable[..., Any], require: Callable[[str, str], None]) -> str:
@@ -130,7 +143,7 @@ def name_callable(target: Callable[..., Any], require: Callable[[str, str], None
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target}"
     homes = _HOMES if "functional" in (getattr(target, "__module__", "") or "") else _SORTED_HOMES
-    for prefix, home in homes:
+    for prefix, home in (*homes, _OWN_HOME):
         if short and getattr(home, short, None) is target:
             return f"{prefix}.{short}"
     owner = getattr(target, "__self__", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,53 @@ def test_attention_and_recurrence_of_torch(kind: type[nn.Module], tmp_path: Path
         torch.manual_seed(1)
         # In evaluation torch has a fast path of its own through an encoder.
         torch.testing.assert_close(pipe(WORDS), expected, rtol=1e-5, atol=1e-6)
+
+
+def doubled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "activation": lambda layer: setattr(layer, "activation", nn.LeakyReLU(0.2)),
+    "function": lambda layer: setattr(layer, "activation", torch.tanh),
+    "norm": lambda layer: setattr(layer, "norm1", nn.RMSNorm(8)),
+    "dropout": lambda layer: setattr(layer, "dropout1", nn.AlphaDropout(0.1)),
+    "factors": lambda layer: setattr(
+        layer, "linear1", nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 16))
+    ),
+    "parametrization": lambda layer: parametrizations.weight_norm(layer.self_attn.out_proj),
+    "hook": lambda layer: layer.linear2.register_forward_hook(doubled),
+}
+
+
+class Layered(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        # Without batch_first torch has no fast path, which would ignore the changes.
+        self.layer = kind(8, 2, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if isinstance(self.layer, nn.TransformerDecoderLayer):
+            return self.layer(hidden, hidden)
+        return self.layer(hidden)
+
+
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_attention_layer_with_other_parts_is_captured_part_by_part(
+    kind: type[nn.Module], change: str, tmp_path: Path
+) -> None:
+    model = Layered(kind)
+    CHANGES[change](model.layer)
+    pipe = cut(model, {"x": WORDS}, tmp_path)
+    for training in (True, False):
+        torch.manual_seed(1)
+        expected = model.train(training)(WORDS)
+        torch.manual_seed(1)
+        torch.testing.assert_close(pipe.train(training)(WORDS), expected, rtol=1e-5, atol=1e-6)
 
 
 class Packs(nn.Module):

@@ -1,0 +1,77 @@
+"""Calls that forward makes in uncommon ways, as the generated code writes them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asyncpipe.tests.support.oracles.generated_equality import assert_same
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Dimension(enum.IntEnum):
+    FEATURES = 1
+
+
+class Reduction(enum.StrEnum):
+    MEAN = "mean"
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.function(self.first(x)))
+
+
+def with_two_columns_of_zeros(x: Tensor) -> Tensor:
+    copy = x.clone()
+    copy[:, np.array([0, 3])] = 0
+    return copy
+
+
+ARGUMENTS: dict[str, Callable[[Any], Tensor]] = {
+    "bool as a dtype": lambda x: x * torch.ones(8, dtype=bool),
+    "float as a dtype": lambda x: x.to(float).to(torch.float32),
+    "int as a dtype": lambda x: x + torch.zeros(8, dtype=int),
+    "complex as a dtype": lambda x: (x * torch.ones(8, dtype=complex)).real.float(),
+    "type of a tensor": lambda x: x * x.type(torch.LongTensor),
+    "range": lambda x: x[:, range(8)],
+    "array as an index": lambda x: x[:, np.arange(8)[::-1].copy()],
+    "array of rows as an index": lambda x: x[:, np.arange(8).reshape(2, 4)].reshape(-1, 8),
+    "array of bool as an index": lambda x: x[:, np.ones(8, dtype=bool)],
+    "array as an index of an assignment": with_two_columns_of_zeros,
+    "number of an enumeration": lambda x: x + x.sum(Dimension.FEATURES, keepdim=True),
+    "word of an enumeration": lambda x: x + F.mse_loss(x, 2 * x, reduction=Reduction.MEAN),
+    "infinite complex number": lambda x: torch.where(x > 99, complex("inf"), x).real,
+    "complex number": lambda x: (x * (1 + 2j)).real,
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_every_argument_that_torch_takes_is_written(name: str, tmp_path: Path) -> None:
+    assert_same(Calls(ARGUMENTS[name]), {"x": X}, tmp_path)
+
+
+def test_a_function_of_torch_keeps_its_name_where_a_package_wraps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = torch.index_select
+    monkeypatch.setattr(torch, "index_select", lambda x, dim, index: own(x, dim, index))
+    model = Calls(lambda x: torch.index_select(x, 1, torch.arange(8).flip(0)))
+    assert_same(model, {"x": X}, tmp_path)
+    stages = [file.read_text() for file in (tmp_path / "cut").glob("stage_*.py")]
+    assert sum(text.count("torch.index_select(") for text in stages) == 1
