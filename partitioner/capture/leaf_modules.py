@@ -21,7 +21,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -46,6 +45,11 @@ _TRANSPARENT = (
 )  # fmt: skip
 
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+with torch.device("meta"):
+    _USUAL_PARTS: dict[type, dict[str, type]] = {
+        kind: {path: type(part) for path, part in kind(1, 1).named_modules() if path}
+        for kind in _ATTENTION
+    }
 _OF_ALL_RNNS = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
 _INDEX = ("idx", "id", "index", "number", "num", "i")
 
@@ -92,14 +96,8 @@ def is_torch_leaf(module: nn.Module) -> bool:
 
 def _has_usual_parts(layer: nn.Module) -> bool:
     parts = {path: type(part) for path, part in layer.named_modules() if path}
-    usual = parts == _usual_parts(type(layer)) and all(map(is_torch_leaf, layer.children()))
+    usual = parts == _USUAL_PARTS[type(layer)] and all(map(is_torch_leaf, layer.children()))
     return usual and _activation_name(getattr(layer, "activation", None)) is not _UNKNOWN
-
-
-@cache
-def _usual_parts(kind: type[nn.Module]) -> dict[str, type[nn.Module]]:
-    with torch.device("meta"):
-        return {path: type(part) for path, part in kind(1, 1).named_modules() if path}
 
 
 def _class_names(module: nn.Module) -> tuple[str, str]:
