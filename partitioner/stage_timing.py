@@ -18,8 +18,6 @@ import statistics
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -46,13 +44,11 @@ from .profile.cache import (
 from .profile.measure import Clock, clock_of
 from .profile.operation_costs import NodeCost, OnProgress
 from .profile.profiler import Profile, WholeTimes, state_kept
+from .profile.together import CALM, together, usual_times
 from .split.split import StageGraph, names_of_outputs
 
 _LEAST_LAPS, _LAPS, _LONG_S = 2, 4, 8.0  # after these seconds the least number is enough
-_CALM = 0.05  # spread
 _APART, _TOGETHER = 0.06, 0.10  # of the times of parts: of one stage, and of all
-_QUARTILES_APART = 1.349  # of a normal distribution, in standard deviations
-_LEAST, _MOST = 2, 24  # micro-batches of a lap
 
 
 @dataclass(frozen=True)
@@ -156,7 +152,9 @@ def _timed(
     until_s = monotonic() + _LONG_S
     for lap in range(_LAPS):
         for first in range(0, len(begin), timing.at_once):
-            group = [(first + ahead) % len(begin) for ahead in range(timing.at_once)]
+            group = _shared_out(
+                [(first + ahead) % len(begin) for ahead in range(timing.at_once)], sums_ms
+            )
             if any(
                 is_new[index]
                 and (lap < _LEAST_LAPS or not _is_enough(samples[index], timing.enough_ms))
@@ -174,6 +172,15 @@ def _timed(
         if _agree(times, sums_ms) or (lap + 1 >= _LEAST_LAPS and monotonic() > until_s):
             break
     return times
+
+
+def _shared_out(group: Sequence[int], sums_ms: Sequence[float]) -> list[int]:
+    """The stages of a group in an order in which `together` gives each core about as much work: by
+    their times, forth over the cores and back."""
+    cores = os.cpu_count() or 1
+    ordered = sorted(group, key=lambda index: -sums_ms[index])
+    rows = [ordered[first : first + cores] for first in range(0, len(ordered), cores)]
+    return [index for turn, row in enumerate(rows) for index in row[:: -1 if turn % 2 else 1]]
 
 
 def _agree(times: Sequence[WholeTimes], sums_ms: Sequence[float]) -> bool:
@@ -194,22 +201,7 @@ def _agree(times: Sequence[WholeTimes], sums_ms: Sequence[float]) -> bool:
 def _is_enough(times: Sequence[WholeTimes], enough_ms: float) -> bool:
     """True if a stage has been timed for `enough_ms`, or if its times hardly vary."""
     spent_ms = sum(time.forward_ms + time.backward_ms for time in times)
-    return spent_ms >= enough_ms or usual_times(times).spread <= _CALM
-
-
-def usual_times(times: Sequence[WholeTimes]) -> WholeTimes:
-    """The median of the forward times, and of the backward times, but no more than the one that a
-    calm machine would have with this first quartile; and their spread, by the distance of the
-    quartiles."""
-    forward, backward = zip(*((time.forward_ms, time.backward_ms) for time in times), strict=True)
-    of_both = [statistics.quantiles(ms, n=4, method="inclusive") for ms in (forward, backward)]
-    spreads = [
-        (third - first) / (_QUARTILES_APART * middle) for first, middle, third in of_both if middle
-    ]
-    forward_ms, backward_ms = (
-        min(middle, first * (1 + _CALM * _QUARTILES_APART / 2)) for first, middle, _ in of_both
-    )
-    return WholeTimes(forward_ms, backward_ms, statistics.fmean(spreads or [0.0]))
+    return spent_ms >= enough_ms or usual_times(times).spread <= CALM
 
 
 def rescaled(
@@ -287,46 +279,6 @@ def _modules(
     return modules
 
 
-def together(
-    runs: Sequence[Iterator[WholeTimes]], enough_ms: float, threads: int | None, turn: int = 0
-) -> list[list[WholeTimes]]:
-    """The times of each run after its first, until `enough_ms` have passed. The runs execute at
-    the same time, each in its own thread, and those that are done continue until all are. With each
-    `turn` a run moves to the next core."""
-    unfinished = set(range(len(runs)))
-
-    def timed(number: int) -> list[WholeTimes]:
-        if hasattr(os, "sched_setaffinity"):
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[(number + turn) % len(cores)]})  # only of this thread
-        return times_of(number)
-
-    def times_of(number: int) -> list[WholeTimes]:
-        samples: list[WholeTimes] = []
-        spent_ms = 0.0
-        try:
-            with threads_set(threads):  # each thread sets its own number
-                next(runs[number])
-                while unfinished:
-                    time = next(runs[number])
-                    if number not in unfinished:
-                        continue
-                    samples.append(time)
-                    spent_ms += time.forward_ms + time.backward_ms
-                    if len(samples) >= _MOST or len(samples) >= _LEAST and spent_ms > enough_ms:
-                        unfinished.discard(number)
-        except BaseException:
-            unfinished.clear()
-            raise
-        return samples
-
-    if len(runs) == 1:
-        return [times_of(0)]
-    contexts = [copy_context() for _ in runs]
-    with ThreadPoolExecutor(len(runs)) as pool:
-        return list(pool.map(lambda place: contexts[place].run(timed, place), range(len(runs))))
-
-
 class _Bench:
     """One stage with its inputs."""
 
@@ -355,7 +307,13 @@ class _Bench:
         return {name: value.detach() for name, value in self._outputs().items()}
 
     def run(self, in_flight: int) -> Iterator[WholeTimes]:
-        """Runs forward and backward endlessly; yields the times of both."""
+        """Runs forward and backward endlessly; yields the times of both. Gradients are there before
+        the first run: they accumulate, as over the micro-batches of a step."""
+        for module in self.module.modules():
+            for parameter in module.parameters(recurse=False):
+                is_dense = parameter.requires_grad and not getattr(module, "sparse", False)
+                if is_dense and parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter).zero_()  # takes the memory now
         waiting: deque[list[Tensor]] = deque()
         while True:
             start = self.clock.mark()

@@ -23,16 +23,16 @@ from asyncpipe.partitioner.planning.solve import solve
 from asyncpipe.partitioner.profile.cache import ProfileCache
 from asyncpipe.partitioner.profile.operation_costs import NodeCost
 from asyncpipe.partitioner.profile.profiler import Profile, WholeTimes, profile_analytic
+from asyncpipe.partitioner.profile.together import together, usual_times
 from asyncpipe.partitioner.profiling import Cut, refined
 from asyncpipe.partitioner.split.split import split
 from asyncpipe.partitioner.split.ssa import separated
 from asyncpipe.partitioner.stage_timing import (
     StageTiming,
+    _shared_out,
     _timed,
     rescaled,
     time_stages,
-    together,
-    usual_times,
 )
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.tests.support.models.zoo import ZOO
@@ -408,6 +408,23 @@ def test_a_stage_that_is_done_goes_on_until_all_are() -> None:
     times = together([passages(50.0, quick), passages(20.0, slow)], 100.0, threads=1)
     assert [len(of_one) for of_one in times] == [3, 6]
     assert len(quick) > len(times[0])
+
+
+@pytest.mark.parametrize(("first_ms", "counts"), [(300.0, True), (314.0, True), (316.0, False)])
+def test_the_first_time_counts_where_it_is_hardly_longer_than_the_second(
+    first_ms: float, counts: bool
+) -> None:
+    run = iter([WholeTimes(first_ms, 0.0)] + [WholeTimes(300.0, 0.0)] * 4)
+    ((first, *_),) = together([run], 500.0, threads=1)
+    assert (first.forward_ms == first_ms) is counts
+    assert len(list(run)) == (3 if counts else 2)  # are left
+
+
+def test_each_core_has_about_as_much_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    # Stages 3 and 0 on one core, 1 and 2 on the other.
+    assert _shared_out([0, 1, 2, 3], [300.0, 450.0, 360.0, 580.0]) == [3, 1, 0, 2]
+    assert _shared_out([2, 0, 1], [0.0, 0.0, 0.0]) == [2, 0, 1]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
