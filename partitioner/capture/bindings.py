@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...runtime.errors import CaptureError
-from .arguments import map_leaves, tensors_in
+from .arguments import map_leaves, named_arguments, plain_structure, tensors_in
 from .fake_inputs import FakeWorld, ModulePassedError, UnseenError, ValuesError
 from .model_state import local_device
 from .source_lines import assigned_names, is_good_name, short_path, user_frames, where
@@ -165,6 +165,15 @@ class Bindings:
         """A structure of values as arguments of a node, with None for values outside the graph."""
         return map_leaves(self._known, value)
 
+    def of_call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The arguments of a module's call by name, as `known` gives them."""
+        return {
+            name: self.known(plain_structure(value))
+            for name, value in named_arguments(module, args, kwargs).items()
+        }
+
     def _argument(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return self.node(leaf)
@@ -293,6 +302,13 @@ def _parameters_inside(value: Any) -> Iterator[Tensor]:
             yield from _parameters_inside(item)
 
 
+def fits_into(tensor: Tensor, value: Tensor) -> bool:
+    """True if a value can be copied into the memory of a tensor in the place of an assignment of
+    its data."""
+    facts = [(each.shape, each.dtype, each.device, each.layout) for each in (tensor, value)]
+    return facts[0] == facts[1]
+
+
 def _same_device(given: torch.device, device: torch.device) -> bool:
     return given.type == device.type and given.index in (None, device.index)
 
@@ -371,6 +387,8 @@ def readable_name(node: fx.Node) -> str:
         return str(node.target).replace(".", "_")
     if node.op == "output":
         return "output"
+    if node.target is getattr:
+        return str(node.args[1])
     return str(getattr(node.target, "__name__", node.target))
 
 

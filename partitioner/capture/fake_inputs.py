@@ -360,7 +360,7 @@ class ModulePassedError(Exception):
 
 # Not in range(): a graph has a fixed number of iterations, with or without int().
 _NUMBER = re.compile(r"^(?!.*\brange\().*?\b(int|float)\(")
-_DATA_DEPENDENT = (
+DATA_DEPENDENT = (
     DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
 )  # fmt: skip
 
@@ -394,7 +394,7 @@ def explained(
                 f"Keep it inside one stage: {leaf} · or draw with torch and compute with tensors, "
                 "such as torch.rand([]).sqrt()",
             )
-    if isinstance(error, _DATA_DEPENDENT):
+    if isinstance(error, DATA_DEPENDENT):
         number = _NUMBER.search(text)
         other = f"write .item() without {number[1]}()" if number else "use torch.where"
         whose = f", those of {state}, which may change from call to call" if state else ""

@@ -27,18 +27,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from ...runtime.errors import CaptureError
 from ...runtime.rng import number_state, numbers_kept
 from .aliasing import AssignedBuffers
-from .arguments import (
-    fresh,
-    is_plain,
-    leaves,
-    map_result,
-    named_arguments,
-    plain,
-    plain_structure,
-    tensors_in,
-)
-from .bindings import Bindings, NodeHints
-from .fake_inputs import FakeWorld
+from .arguments import fresh, is_plain, leaves, map_result, plain, plain_structure, tensors_in
+from .bindings import Bindings, NodeHints, fits_into
+from .fake_inputs import DATA_DEPENDENT, FakeWorld
 from .leaf_modules import LeafRule, is_torch_leaf
 from .operations import Call, as_node, on_fakes, refusal, traced
 from .patches import (
@@ -54,7 +45,7 @@ from .random_numbers import Draw, RandomDraws, has_hidden_draws, number_kind
 from .readings import Readings, Shadow, run_opaque
 from .size_guards import SizeDecisions
 from .source_lines import is_user_file, place, user_frames, where
-from .values import READERS, CallRecord, CallSite, ModuleCall, Region
+from .values import READERS, CallRecord, CallSite, ModuleCall, Region, known_numbers
 
 
 class Tracer(TorchFunctionMode):
@@ -178,6 +169,12 @@ class Tracer(TorchFunctionMode):
         if not self._recording:
             return run(*args, **kwargs)
         args, kwargs = self._world.twins((args, kwargs))
+        if func == Tensor.data.__set__ and fits_into(*args):
+            # Forward copies into the memory, which the optimizer and checkpoints know.
+            if args[0].untyped_storage()._cdata != args[1].untyped_storage()._cdata:
+                data = self.__torch_function__(Tensor.data.__get__, types, args[:1])
+                self.__torch_function__(Tensor.copy_, types, (data, args[1]))
+            return None
         if refused := refusal(func, (*args, *kwargs.values())):
             what, cure = refused
             raise CaptureError(f"{where(self._top)} {what}", cure)
@@ -188,7 +185,7 @@ class Tracer(TorchFunctionMode):
             # Made from other data: a real tensor, which is a constant.
             with _disable_current_modes():
                 array = func(*args, **kwargs)
-            return self._recorded(lambda: array, _no_call, (), {})
+            return self._recorded(lambda *_: array, _no_call, (), {})
         if func is Tensor.__len__:
             return self._len(args[0])
         if func in WITHOUT_HISTORY and not args[0].is_leaf:
@@ -196,12 +193,11 @@ class Tracer(TorchFunctionMode):
             return run(*args) if is_recorded else WITHOUT_HISTORY[func]
         if name in READERS:
             value = self.readings.known(args[0], lambda real: func(real, *args[1:], **kwargs))
-            if value is None:
-                value = self._read(args[0], name)
+            value = self._read(args[0], name) if value is None else value
             if value is not None:
                 return value
         return self._recorded(
-            lambda: self._run(run, args, kwargs),
+            lambda *given: self._run(run, *given),
             lambda given, named: as_node(func, given, named, self._frame()),
             args,
             kwargs,
@@ -211,8 +207,7 @@ class Tracer(TorchFunctionMode):
     def _len(self, tensor: Tensor) -> int:
         size: Any = tensor.shape[0] if tensor.dim() else len(tensor)
         if isinstance(size, torch.SymInt) and not self._world.is_number(size):
-            frame = self._frame()
-            if frame is not None and "len" not in frame.f_globals:
+            if (frame := self._frame()) is not None and "len" not in frame.f_globals:
                 raise LenNeeded(frame.f_globals)
         return int(size)
 
@@ -266,16 +261,15 @@ class Tracer(TorchFunctionMode):
                 return original_call(module, args, kwargs)
             args, kwargs = self._world.twins((args, kwargs))
             return self._recorded(
-                lambda: self._run_leaf(module, args, kwargs),
+                lambda *given: self._run_leaf(module, *given),
                 lambda given, named: ("call_module", path, given, named),
                 args,
                 kwargs,
                 own=(*module.parameters(), *module.buffers()),
             )
         if isinstance(module, nn.DataParallel):
-            inner = module.module
             self.notes.append(f"{path} (DataParallel) is its module: --replicas runs several")
-            return self.within(module, args, kwargs, lambda: inner(*args, **kwargs))
+            return self.within(module, args, kwargs, lambda: module.module(*args, **kwargs))
         return self.within(module, args, kwargs, lambda: original_call(module, args, kwargs))
 
     def within(
@@ -291,10 +285,7 @@ class Tracer(TorchFunctionMode):
         self._call_counts[path] += 1
         with self.quiet():
             self._names.look()
-            arguments = {
-                name: self._bindings.known(plain_structure(value))
-                for name, value in named_arguments(module, args, kwargs).items()
-            }
+            arguments = self._bindings.of_call(module, args, kwargs)
         self._stack.append(call)
         try:
             result = run()
@@ -347,7 +338,7 @@ class Tracer(TorchFunctionMode):
         apply = MethodType(original_apply, function)
         args, kwargs = self._world.twins((args, kwargs))
         return self._recorded(
-            lambda: self._run(apply, args, kwargs),
+            lambda *given: self._run(apply, *given),
             lambda given, named: ("call_function", apply, given, named),
             args,
             kwargs,
@@ -384,7 +375,7 @@ class Tracer(TorchFunctionMode):
 
     def _recorded(
         self,
-        run: Callable[[], Any],
+        run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
         make: Callable[[tuple[Any, ...], dict[str, Any]], Call],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -394,19 +385,22 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         """Runs one call, and records it if it makes or changes tensors.
 
-        `own` are tensors that the call reaches without having them as arguments: a leaf module's
-        parameters and buffers. With `sets_grad` it changes whether its argument requires a
-        gradient.
+        Where it needs numbers, it gets those of tensors that follow from sizes. `own` are tensors
+        that the call reaches without having them as arguments: a leaf module's parameters and
+        buffers. With `sets_grad` it changes whether its argument requires a gradient.
         """
         with self.quiet():
             given = [*tensors_in(args), *tensors_in(kwargs)]
             reached = [(tensor, tensor._version) for tensor in (*given, *own)]
             self.random.drawn = self.random.drew_numbers = False
             with self.sizes.call() as conditions:
-                value = run()
+                try:
+                    value = run(args, kwargs)
+                except DATA_DEPENDENT:
+                    args, kwargs = known_numbers((args, kwargs), self.readings.known)
+                    value = run(args, kwargs)
             changed = [tensor for tensor, version in reached if tensor._version != version]
-            if sets_grad:
-                changed = given
+            changed = given if sets_grad else changed
             if not changed and next(tensors_in(value), None) is None:
                 self.sizes.of_forward(conditions)
                 return value

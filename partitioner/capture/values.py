@@ -10,8 +10,8 @@ copy; `is_mutating` finds changes in place.
 
 `known_answer` evaluates tensors whose values follow from sizes only (`torch.arange(length)`),
 so that forward may branch on them: a question such as "are the positions consecutive?" has one
-answer for all sizes (transformers asks it, to omit a causal mask). The nodes that made the tensor
-run with real numbers at several sizes, and only a common answer counts.
+answer for all sizes (transformers asks it). The nodes that made the tensor run with real numbers at
+several sizes, and only a common answer counts.
 """
 
 from __future__ import annotations
@@ -375,6 +375,17 @@ def known_answer(
     with _disable_current_modes(), torch.no_grad():
         first, *others = [read(_evaluate(nodes, sizes)) for sizes in samples]
     return first if all(first == other for other in others) else None
+
+
+def known_numbers(value: Any, known: Callable[[Tensor, Callable[[Tensor], Any]], Any]) -> Any:
+    """The structure with numbers in place of the integer tensors of one element that are known."""
+
+    def number(leaf: Any) -> Any:
+        is_integer = isinstance(leaf, Tensor) and not (leaf.dim() or leaf.is_floating_point())
+        found = known(leaf, Tensor.item) if is_integer else None
+        return leaf if found is None else found
+
+    return map_leaves(number, value)
 
 
 def _ancestors_of_known(node: fx.Node) -> list[fx.Node]:

@@ -268,7 +268,7 @@ def candidates(node: fx.Node, item: Item, reader: Item | None, output: str) -> l
     elif node.op == "call_module":
         names.append(own_part(str(node.target)))
     elif node.op in ("call_function", "call_method"):
-        target = node.target
+        target = node.args[1] if node.target is getattr else node.target
         plain = target if isinstance(target, str) else getattr(target, "__name__", "value")
         plain = {"getitem": "item", "item": "number"}.get(plain, plain.strip("_"))
         if hint_of(node) and plain in _SHAPES | FORMS:

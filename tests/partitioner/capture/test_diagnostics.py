@@ -165,7 +165,7 @@ def asks_for_a_gradient(module: Any, x: Tensor) -> Tensor:
 
 
 def assigns_data(module: Any, x: Tensor) -> Tensor:
-    module.linear.weight.data = module.linear.weight.data * 0.9
+    module.linear.weight.data = module.linear.weight.data.double()
     return module.linear(x)
 
 

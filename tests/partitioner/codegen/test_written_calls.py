@@ -75,3 +75,49 @@ def test_a_function_of_torch_keeps_its_name_where_a_package_wraps_it(
     assert_same(model, {"x": X}, tmp_path)
     stages = [file.read_text() for file in (tmp_path / "cut").glob("stage_*.py")]
     assert sum(text.count("torch.index_select(") for text in stages) == 1
+
+
+def test_tensors_that_stand_for_sizes_are_written_as_numbers(tmp_path: Path) -> None:
+    def turned_twice(x: Tensor) -> Tensor:
+        order = torch.cat((torch.tensor([1, 0]), torch.arange(2, x.ndim)))
+        return x.permute(*order).contiguous().permute(*order)
+
+    assert_same(Calls(turned_twice), {"x": X}, tmp_path)
+    stages = [file.read_text() for file in (tmp_path / "cut").glob("stage_*.py")]
+    assert sum(text.count("permute(1, 0)") for text in stages) == 2
+
+
+class Changes(Calls):
+    def __init__(self, change: Callable[[Any], object]) -> None:
+        super().__init__(torch.relu)
+        self.change = change
+        self.register_buffer("mask", torch.ones(8, 8).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        return super().forward(x)
+
+
+def masked(model: Any) -> None:
+    model.first.weight.data *= model.mask
+
+
+def of_norm_one(model: Any) -> None:
+    model.first.weight.data = torch.renorm(model.first.weight.data, p=2, dim=0, maxnorm=1.0)
+
+
+def limited(model: Any) -> None:
+    model.second.bias.data = model.second.bias.data.clamp(-0.1, 0.1)
+
+
+def fading(model: Any) -> None:
+    model.mask.data = 0.9 * model.mask.data
+    model.first.weight.data *= model.mask
+
+
+@pytest.mark.parametrize("change", [masked, of_norm_one, limited, fading])
+def test_data_that_forward_assigns_is_copied_into_the_tensor(
+    change: Callable[[Any], object], tmp_path: Path
+) -> None:
+    """As masked convolutions and layers with a limited norm do."""
+    assert_same(Changes(change), {"x": X}, tmp_path)
