@@ -14,6 +14,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import cached_property
 from types import FrameType
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...runtime.errors import CaptureError
 from .arguments import map_leaves, named_arguments, plain_structure, tensors_in
 from .fake_inputs import FakeWorld, ModulePassedError, UnseenError, ValuesError
-from .model_state import local_device
+from .model_state import local_device, plain_tensors
 from .source_lines import assigned_names, is_good_name, short_path, user_frames, where
 from .values import (
     NOWHERE,
@@ -71,6 +72,7 @@ class Bindings:
         self._device = local_device(model)
         self._storages: dict[int, int] = {}
         self._changed: set[int] = set()
+        self._copies: list[fx.Node] = []
         self.node_of_expression: Callable[[sympy.Expr], fx.Node | None] = lambda _: None
 
     # Nodes
@@ -105,6 +107,27 @@ class Bindings:
         self._set_value(node, value)
         self._bind(node, value)
         return node
+
+    @cached_property
+    def _held(self) -> set[int]:
+        return set(map(id, plain_tensors(self._model)))
+
+    def is_made(self, tensors: Sequence[Any]) -> bool:
+        """True for a real tensor that no module holds, such as `torch.FloatTensor([0.0])`."""
+        real = (t for t in tensors if isinstance(t, Tensor) and not isinstance(t, FakeTensor))
+        return any(not t.requires_grad and id(t) not in self._held for t in real)
+
+    def stand_in(self, tensor: Tensor, copy: Tensor) -> None:
+        """Reads a copy in the place of a tensor from now on."""
+        self._world.fakes[id(tensor)] = tensor, copy
+        self._copies.append(self.node(copy))
+
+    def drop_copies(self) -> None:
+        """Removes the copies that forward leaves as they are."""
+        for node in self._copies:
+            if not self._changed & node.meta["storages"]:
+                node.replace_all_uses_with(node.all_input_nodes[0])
+                self.graph.erase_node(node)
 
     def change(self, tensors: Collection[Tensor]) -> None:
         """Records the tensors that a call changed, before the call is added."""

@@ -181,6 +181,7 @@ class FakeWorld:
     hints: the sizes of the symbols in the example, by the user's name
     names: the first dotted name of each fake parameter and buffer, by its `id`
     model: the model
+    fakes: tensors with the fake ones that stand in for them, by `id`
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -190,7 +191,7 @@ class FakeWorld:
         self.hints: dict[str, int] = {}
         self.names: dict[int, str] = {}
         self.model = model
-        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
+        self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
         self._swaps: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self._own: dict[tuple[int, str], Tensor] = {}
         for path, module in model.named_modules():
@@ -214,18 +215,18 @@ class FakeWorld:
         )
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._fakes:
-            self._fakes[id(tensor)] = (tensor, self._made_fake(tensor))
-        return self._fakes[id(tensor)][1]
+        if id(tensor) not in self.fakes:
+            self.fakes[id(tensor)] = (tensor, self._made_fake(tensor))
+        return self.fakes[id(tensor)][1]
 
     def twin(self, value: Any) -> Any:
         """The fake twin of a parameter or buffer; any other value unchanged."""
-        return self._fakes.get(id(value), (value, value))[1]
+        return self.fakes.get(id(value), (value, value))[1]
 
     def twins(self, value: Any) -> Any:
         """A structure of values with the twins of parameters and buffers, which forward may also
         reach through a list, an object or a closure."""
-        if any(id(tensor) in self._fakes for tensor in tensors_in(value)):
+        if any(id(tensor) in self.fakes for tensor in tensors_in(value)):
             return map_leaves(self.twin, value)
         return value
 
@@ -386,14 +387,14 @@ def explained(
     frame, line = frame_and_line
     where, text = place(frame, line), source_text(frame, line)
     leaf = _leaf(frame, model)
-    if isinstance(error, GuardOnDataDependentSymNode):
-        if not error.cond.free_symbols.isdisjoint(drawn):
-            return ValuesError(
-                f'cannot trace {where}: "{text}" depends on a number drawn at random, by more than '
-                "an if that compares it.",
-                f"Keep it inside one stage: {leaf} · or draw with torch and compute with tensors, "
-                "such as torch.rand([]).sqrt()",
-            )
+    symbols = error.cond.free_symbols if isinstance(error, GuardOnDataDependentSymNode) else set()
+    if not symbols.isdisjoint(drawn):
+        return ValuesError(
+            f'cannot trace {where}: "{text}" depends on a number drawn at random, by more than an '
+            "if that compares it.",
+            f"Keep it inside one stage: {leaf} · or draw with torch and compute with tensors, "
+            "such as torch.rand([]).sqrt()",
+        )
     if isinstance(error, DATA_DEPENDENT):
         number = _NUMBER.search(text)
         other = f"write .item() without {number[1]}()" if number else "use torch.where"

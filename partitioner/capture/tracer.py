@@ -47,6 +47,8 @@ from .size_guards import SizeDecisions
 from .source_lines import is_user_file, place, user_frames, where
 from .values import READERS, CallRecord, CallSite, ModuleCall, Region, known_numbers
 
+_DATA: Any = Tensor.data
+
 
 class Tracer(TorchFunctionMode):
     """Records the calls that run while the mode is on, below the frame that made the tracer.
@@ -132,6 +134,7 @@ class Tracer(TorchFunctionMode):
             self.notes.append(f"forward also returns {', '.join(dropped)}, which is left out")
         result = map_result(self._bindings.arguments, plain(value))
         self._bindings.add(("output", "output", (result,)), None)
+        self._bindings.drop_copies()
         with self.quiet():
             self.readings.examples()
         self.notes += self.readings.notes
@@ -169,10 +172,10 @@ class Tracer(TorchFunctionMode):
         if not self._recording:
             return run(*args, **kwargs)
         args, kwargs = self._world.twins((args, kwargs))
-        if func == Tensor.data.__set__ and fits_into(*args):
+        if func == _DATA.__set__ and fits_into(*args):
             # Forward copies into the memory, which the optimizer and checkpoints know.
             if args[0].untyped_storage()._cdata != args[1].untyped_storage()._cdata:
-                data = self.__torch_function__(Tensor.data.__get__, types, args[:1])
+                data = self.__torch_function__(_DATA.__get__, types, args[:1])
                 self.__torch_function__(Tensor.copy_, types, (data, args[1]))
             return None
         if refused := refusal(func, (*args, *kwargs.values())):
@@ -188,6 +191,10 @@ class Tracer(TorchFunctionMode):
             return self._recorded(lambda *_: array, _no_call, (), {})
         if func is Tensor.__len__:
             return self._len(args[0])
+        if name not in READERS and func is not Tensor.clone and self._bindings.is_made(args[:1]):
+            # Forward may change it, or a view of it: each call has one of its own.
+            self._bindings.stand_in(args[0], self.__torch_function__(Tensor.clone, types, args[:1]))
+            args, kwargs = self._world.twins((args, kwargs))
         if func in WITHOUT_HISTORY and not args[0].is_leaf:
             is_recorded = self.grad_enabled(True, sys._getframe(1))
             return run(*args) if is_recorded else WITHOUT_HISTORY[func]
@@ -385,7 +392,7 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         """Runs one call, and records it if it makes or changes tensors.
 
-        Where it needs numbers, it gets those of tensors that follow from sizes. `own` are tensors
+        Where it needs numbers, it gets those of tensors that depend on nothing. `own` are tensors
         that the call reaches without having them as arguments: a leaf module's parameters and
         buffers. With `sets_grad` it changes whether its argument requires a gradient.
         """
@@ -397,10 +404,9 @@ class Tracer(TorchFunctionMode):
                 try:
                     value = run(args, kwargs)
                 except DATA_DEPENDENT:
-                    args, kwargs = known_numbers((args, kwargs), self.readings.known)
+                    args, kwargs = known_numbers((args, kwargs), self._bindings.bound)
                     value = run(args, kwargs)
-            changed = [tensor for tensor, version in reached if tensor._version != version]
-            changed = given if sets_grad else changed
+            changed = given if sets_grad else [t for t, was in reached if t._version != was]
             if not changed and next(tensors_in(value), None) is None:
                 self.sizes.of_forward(conditions)
                 return value

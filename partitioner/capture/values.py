@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -73,16 +74,10 @@ _RELATIONS = {"Equality": "==", "Unequality": "!=", "StrictLessThan": "<", "Less
     "StrictGreaterThan": ">", "GreaterThan": ">=",
 }  # fmt: skip
 _OPERATORS = {
-    "FloorDiv": ("//", _DIVIDE),
-    "CleanDiv": ("//", _DIVIDE),
-    "Mod": ("%", _DIVIDE),
-    "PythonMod": ("%", _DIVIDE),
-    "IntTrueDiv": ("/", _DIVIDE),
-    "FloatTrueDiv": ("/", _DIVIDE),
-    "Pow": ("**", _POWER),
-    "PowByNatural": ("**", _POWER),
-    "FloatPow": ("**", _POWER),
-}
+    "FloorDiv": ("//", _DIVIDE), "CleanDiv": ("//", _DIVIDE), "Mod": ("%", _DIVIDE),
+    "PythonMod": ("%", _DIVIDE), "IntTrueDiv": ("/", _DIVIDE), "FloatTrueDiv": ("/", _DIVIDE),
+    "Pow": ("**", _POWER), "PowByNatural": ("**", _POWER), "FloatPow": ("**", _POWER),
+}  # fmt: skip
 _FUNCTIONS = {
     "Max": "max",
     "Min": "min",
@@ -377,13 +372,17 @@ def known_answer(
     return first if all(first == other for other in others) else None
 
 
-def known_numbers(value: Any, known: Callable[[Tensor, Callable[[Tensor], Any]], Any]) -> Any:
-    """The structure with numbers in place of the integer tensors of one element that are known."""
+def known_numbers(value: Any, bound: Mapping[int, Any]) -> Any:
+    """The structure with numbers in place of the integer tensors of one element that depend on no
+    size; `bound` has their nodes by `id`."""
 
     def number(leaf: Any) -> Any:
-        is_integer = isinstance(leaf, Tensor) and not (leaf.dim() or leaf.is_floating_point())
-        found = known(leaf, Tensor.item) if is_integer else None
-        return leaf if found is None else found
+        is_number = isinstance(leaf, Tensor) and not (leaf.dim() or leaf.is_floating_point())
+        if is_number and id(leaf) in bound and bound[id(leaf)].node.meta["from_sizes"]:
+            with suppress(NameError):  # of a size
+                found = known_answer(bound[id(leaf)].node, [{}], Tensor.item)
+                return leaf if found is None else found
+        return leaf
 
     return map_leaves(number, value)
 

@@ -121,3 +121,35 @@ def test_data_that_forward_assigns_is_copied_into_the_tensor(
 ) -> None:
     """As masked convolutions and layers with a limited norm do."""
     assert_same(Changes(change), {"x": X}, tmp_path)
+
+
+MADE: dict[str, Callable[[], Tensor]] = {
+    "FloatTensor": lambda: torch.FloatTensor([1.0, 2.0]),
+    "Tensor, moved": lambda: torch.Tensor([1.0, 2.0]).to("cpu"),
+    "view": lambda: torch.FloatTensor([[1.0], [2.0]]).view(2),
+    "from_numpy": lambda: torch.from_numpy(np.array([1.0, 2.0], dtype=np.float32)),
+    "as_tensor": lambda: torch.as_tensor(np.array([1.0, 2.0], dtype=np.float32)),
+    "tensor": lambda: torch.tensor([1.0, 2.0]),
+}
+
+
+class Sums(Calls):
+    def __init__(self, made: Callable[[], Tensor]) -> None:
+        super().__init__(torch.relu)
+        self.made = made
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        total = self.made()
+        hidden = self.first(x)
+        total += hidden.mean()
+        total[0] *= 2.0
+        hidden = self.second(torch.relu(hidden))
+        total.add_(hidden.square().mean())
+        return hidden, total
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_tensor_that_each_call_makes_and_changes_is_made_in_each_call(
+    name: str, tmp_path: Path
+) -> None:
+    assert_same(Sums(MADE[name]), {"x": X}, tmp_path)
