@@ -122,12 +122,15 @@ class Bindings:
         self._world.fakes[id(tensor)] = tensor, copy
         self._copies.append(self.node(copy))
 
-    def drop_copies(self) -> None:
-        """Removes the copies that forward leaves as they are."""
-        for node in self._copies:
-            if not self._changed & node.meta["storages"]:
-                node.replace_all_uses_with(node.all_input_nodes[0])
-                self.graph.erase_node(node)
+    def drop_copies(self, calls: dict[ModuleCall, CallRecord]) -> None:
+        """Removes the copies that forward leaves as they are, also from the records of calls."""
+        same = [node for node in self._copies if not self._changed & node.meta["storages"]]
+        kept = {node: node for node in self.graph.nodes}
+        kept |= {node: node.all_input_nodes[0] for node in same}
+        calls.update({call: _moved(record, kept) for call, record in calls.items()} if same else {})
+        for node in same:
+            node.replace_all_uses_with(kept[node])
+            self.graph.erase_node(node)
 
     def change(self, tensors: Collection[Tensor]) -> None:
         """Records the tensors that a call changed, before the call is added."""
@@ -230,9 +233,8 @@ class Bindings:
 
     def _local(self, region: Region) -> Region:
         """The region, independent of the device if it is for the model's own device type."""
-        if region.device_type != self._device.type:
-            return region
-        return dataclasses.replace(region, device_type=LocalDevice())
+        is_own = region.device_type == self._device.type
+        return dataclasses.replace(region, device_type=LocalDevice()) if is_own else region
 
     def _known(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -326,8 +328,7 @@ def _parameters_inside(value: Any) -> Iterator[Tensor]:
 
 
 def fits_into(tensor: Tensor, value: Tensor) -> bool:
-    """True if a value can be copied into the memory of a tensor in the place of an assignment of
-    its data."""
+    """True if a tensor can take a value in its own memory."""
     facts = [(each.shape, each.dtype, each.device, each.layout) for each in (tensor, value)]
     return facts[0] == facts[1]
 
@@ -408,8 +409,6 @@ def readable_name(node: fx.Node) -> str:
         return f"{parents[-1]}_{last}" if last.isdigit() and parents else last
     if node.op == "get_attr":
         return str(node.target).replace(".", "_")
-    if node.op == "output":
-        return "output"
     if node.target is getattr:
         return str(node.args[1])
     return str(getattr(node.target, "__name__", node.target))

@@ -134,7 +134,7 @@ class Tracer(TorchFunctionMode):
             self.notes.append(f"forward also returns {', '.join(dropped)}, which is left out")
         result = map_result(self._bindings.arguments, plain(value))
         self._bindings.add(("output", "output", (result,)), None)
-        self._bindings.drop_copies()
+        self._bindings.drop_copies(self.calls)
         with self.quiet():
             self.readings.examples()
         self.notes += self.readings.notes
