@@ -345,6 +345,7 @@ class Differs(PlanError):
     """A value of the stages that is not the original's.
 
     difference: the largest difference, relative to the largest magnitude in the value
+    is_of_gradient: the value is a gradient
     """
 
     def __init__(self, kind: str, name: str, difference: float, tolerance: float) -> None:
@@ -353,7 +354,7 @@ class Differs(PlanError):
             f"{difference:.1e} of its largest magnitude; {tolerance:.0e} is allowed.",
             _REPORT,
         )
-        self.difference = difference
+        self.difference, self.is_of_gradient = difference, kind.startswith("gradient")
 
 
 def compare(

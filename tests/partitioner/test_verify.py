@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import asyncpipe
-from asyncpipe.partitioner.capture.check import compare
+from asyncpipe.partitioner.capture.check import Differs, compare
 from asyncpipe.partitioner.output import snapshot, write_folder
 from asyncpipe.partitioner.profile.cache import threads_set
 from asyncpipe.partitioner.profile.profiler import Profile
+from asyncpipe.partitioner.verdict import Verified, rounding_or_defect
 from asyncpipe.partitioner.verify import verify
 from asyncpipe.runtime.errors import PlanError
 from asyncpipe.runtime.executor.loading import SkipRandomInit
@@ -117,6 +119,19 @@ def test_a_difference_by_rounding_alone_is_decided_in_float64(tmp_path: Path) ->
     assert verified.largest_difference < 1e-8
     assert "in float32 by rounding" in verified.summary
     assert all(each.dtype == torch.float32 for each in model.parameters())
+
+
+def test_a_gradient_that_is_almost_zero_may_differ_by_much_in_float32() -> None:
+    def differs(kind: str, difference: float) -> Verified:
+        raise Differs(kind, "w", difference, 1e-4)
+
+    equal = Verified({}, {}, 1, 1, 1e-12)
+    of_gradient = partial(differs, "gradient of", 0.3)
+    assert rounding_or_defect(nn.Linear(1, 1), of_gradient, lambda: equal).rounding == 0.3
+    with pytest.raises(Differs, match=r"gradient of w .* by 3\.0e-01"):
+        rounding_or_defect(nn.Linear(1, 1), of_gradient, partial(differs, "gradient of", 1e-3))
+    with pytest.raises(Differs, match=r"output w .* by 3\.0e-01"):
+        rounding_or_defect(nn.Linear(1, 1), partial(differs, "output", 0.3), lambda: equal)
 
 
 class _Autocast(nn.Module):
