@@ -124,8 +124,6 @@ _HOMES = (
 )
 # A function that torch and F both have is written with torch's name: torch.relu, not F.relu.
 _SORTED_HOMES = (_HOMES[1], _HOMES[0], *_HOMES[2:])
-# Where torch keeps its functions, whatever another package has put in their place in torch.
-_OWN_HOME = ("torch", torch._C._VariableFunctions)
 
 
 def name_callable(target: Callable[..., Any], require: Callable[[str, str], None]) -> str:
@@ -143,7 +141,7 @@ def name_callable(target: Callable[..., Any], require: Callable[[str, str], None
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target}"
     homes = _HOMES if "functional" in (getattr(target, "__module__", "") or "") else _SORTED_HOMES
-    for prefix, home in (*homes, _OWN_HOME):
+    for prefix, home in homes:
         if short and getattr(home, short, None) is target:
             return f"{prefix}.{short}"
     owner = getattr(target, "__self__", None)
@@ -157,6 +155,8 @@ def name_callable(target: Callable[..., Any], require: Callable[[str, str], None
         return f"F.{resolved.removeprefix('torch.nn.functional.')}"
     if resolved.startswith("torch."):
         return resolved
+    if getattr(torch._C._VariableFunctions, short, None) is target:
+        return f"torch.{short}"  # in whose place another package has put a function of its own
     qualified = str(getattr(target, "__qualname__", short))
     _import(target, qualified, require)
     return qualified
