@@ -34,22 +34,10 @@ from ..models.builtin import (
     is_asked_for,
     is_configuration,
 )
-from .arguments import has_forward_hooks
+from ..models.torch_modules import ACTIVATIONS, is_torch_leaf
 
 LeafRule = Callable[[nn.Module, str], bool]
 
-# Modules of torch.nn that only call other modules, which are recorded.
-_TRANSPARENT = (
-    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict,
-    nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, nn.DataParallel,
-)  # fmt: skip
-
-_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-with torch.device("meta"):
-    _USUAL_PARTS: dict[type, dict[str, type]] = {
-        kind: {path: type(part) for path, part in kind(1, 1).named_modules() if path}
-        for kind in _ATTENTION
-    }
 _OF_ALL_RNNS = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
 _INDEX = ("idx", "id", "index", "number", "num", "i")
 
@@ -75,29 +63,6 @@ def leaf_rule(model: nn.Module, names: Collection[str]) -> LeafRule:
         return named or is_torch_leaf(module)
 
     return is_leaf
-
-
-def is_torch_leaf(module: nn.Module) -> bool:
-    """True for a module of torch.nn without hooks, parametrizations or a forward of its own, but
-    for a loss with the weights of classes, and a layer of attention with other parts than those of
-    its class: a constructor in code cannot be given them."""
-    home = type(module).__module__
-    has_weights = isinstance(module, nn.modules.loss._Loss) and bool(list(module.buffers()))
-    return (
-        home.startswith("torch.nn.")
-        and not home.startswith("torch.nn.utils.")
-        and not isinstance(module, _TRANSPARENT)
-        and not has_weights
-        and not has_forward_hooks(module)
-        and "forward" not in vars(module)
-        and (not isinstance(module, _ATTENTION) or _has_usual_parts(module))
-    )
-
-
-def _has_usual_parts(layer: nn.Module) -> bool:
-    parts = {path: type(part) for path, part in layer.named_modules() if path}
-    usual = parts == _USUAL_PARTS[type(layer)] and all(map(is_torch_leaf, layer.children()))
-    return usual and _activation_name(getattr(layer, "activation", None)) is not _UNKNOWN
 
 
 def _class_names(module: nn.Module) -> tuple[str, str]:
@@ -299,18 +264,13 @@ def _from_parts(module: nn.Module) -> dict[str, Any]:
                 "nhead": module.self_attn.num_heads,
                 "dim_feedforward": module.linear1.out_features,
                 "dropout": module.dropout.p,
-                "activation": _activation_name(module.activation),
+                "activation": ACTIVATIONS.get(module.activation, _UNKNOWN),
                 "layer_norm_eps": module.norm1.eps,
                 "batch_first": module.self_attn.batch_first,
                 "norm_first": module.norm_first,
                 "bias": module.linear1.bias is not None,
             }
     return {}
-
-
-def _activation_name(activation: Callable[..., Any] | None) -> Any:
-    known = {nn.functional.relu: "relu", nn.functional.gelu: "gelu", None: None}
-    return known.get(activation, _UNKNOWN)
 
 
 def _build(kind: type[nn.Module], given: Mapping[str, Any]) -> nn.Module | None:

@@ -1,8 +1,8 @@
 """Graphs and function bodies in a normal form: simplified, and with numbers apart from structure.
 
 The simplifier leaves out operations that change nothing, such as a move to the device where the
-tensor already is, `positions + 0`, `x * 1.0` and `x[:, 0:]`: a general model contains them for
-other cases. Modules and tensors with several names get the name that the code around them uses.
+tensor already is, `positions + 0`, `x * 1.0` and `x[:, 0:]`. Modules and tensors with several names
+get the name that the code around them uses.
 
 The canonicalizer separates a body into a key and its numbers. Two calls become one class if their
 keys are equal: the same operations on the same values, constants, children and tensors, the same
@@ -23,8 +23,9 @@ from torch import Tensor, fx, nn
 from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture, IfTraining, Local, LocalDevice, ModuleCall, Recompute, Size
 from ..capture.graph import LocalNames
-from ..capture.leaf_modules import Constructor, construct, is_torch_leaf
+from ..capture.leaf_modules import Constructor, construct
 from ..capture.values import is_mutating
+from ..models.torch_modules import is_torch_leaf
 from ..split.split import StageGraph
 from .constants import rebuild
 from .expressions import literals
@@ -105,9 +106,7 @@ class Canonicalizer:
     def imported_classes(self) -> frozenset[str]:
         """The names of the leaf classes that generated code imports."""
         kinds = {type(self._capture.model.get_submodule(path)) for path in self._leaf_targets}
-        return frozenset(
-            kind.__qualname__ for kind in kinds if getattr(nn, kind.__name__, None) is not kind
-        )
+        return frozenset(k.__qualname__ for k in kinds if getattr(nn, k.__name__, None) is not k)
 
     def canonical(self, body: Body) -> Canonical:
         if body not in self._done:

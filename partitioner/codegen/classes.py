@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from ..capture import Capture
-from ..capture.leaf_modules import is_torch_leaf
+from ..models.torch_modules import is_torch_leaf
 from ..split.split import StageGraph
 from .canonical import BodyNumber, Canonical, Canonicalizer, NumberPlace, calls_in
 from .items import Body, Conflict

@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 from ...runtime.errors import PlanError
 from ..capture import Capture, Local, LocalDevice, Size
 from ..capture.graph import LocalNames, is_external
-from ..capture.leaf_modules import is_torch_leaf
 from ..graph.rematerialize import Recomputation
+from ..models.torch_modules import is_torch_leaf
 
 
 @dataclass(frozen=True, slots=True)

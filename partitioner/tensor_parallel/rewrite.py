@@ -25,9 +25,9 @@ from ...runtime.tensor_parallel.functions import (
 )
 from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture
-from ..capture.leaf_modules import is_torch_leaf
 from ..capture.sizes import BATCH
 from ..capture.values import ModuleCall, Size
+from ..models.torch_modules import is_torch_leaf
 from .decisions import SPLIT_FUNCTIONS, Decision, Layer, layer_for, reading, split_alike
 from .derive import Derivation
 from .example_run import Samples

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 from asyncpipe.partitioner.capture import capture
 from asyncpipe.runtime.errors import CaptureError
@@ -313,6 +313,45 @@ def test_an_attention_layer_with_other_parts_is_captured_part_by_part(
         expected = model.train(training)(WORDS)
         torch.manual_seed(1)
         torch.testing.assert_close(pipe.train(training)(WORDS), expected, rtol=1e-5, atol=1e-6)
+
+
+class Sized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.middle = nn.Embedding(10, 8), nn.Linear(8, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 10)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.middle(self.words(ids))))
+
+
+def grown(model: Any) -> None:
+    model.words.weight = nn.Parameter(torch.cat([model.words.weight.data, torch.randn(4, 8)]))
+
+
+def cut_short(model: Any) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.data[:5])
+    model.head.bias = nn.Parameter(model.head.bias.data[:5])
+
+
+def pruned(model: Any) -> None:
+    """After `remove` the bias comes before the weight."""
+    prune.l1_unstructured(model.middle, "weight", 0.5)
+    prune.remove(model.middle, "weight")
+
+
+def with_a_buffer(model: Any) -> None:
+    model.norm.register_buffer("calibrated", torch.ones(3))
+
+
+@pytest.mark.parametrize("change", [grown, cut_short, pruned, with_a_buffer])
+def test_a_module_of_torch_with_other_tensors_is_written_as_it_is(
+    change: Callable[[Any], None], tmp_path: Path
+) -> None:
+    model = Sized()
+    change(model)
+    assert_same(model, {"ids": torch.randint(10, (3, 5))}, tmp_path)
 
 
 class Packs(nn.Module):
