@@ -59,6 +59,13 @@ def test_what_the_next_call_reads_is_named(how: str, name: str, line: str, tmp_p
     assert model.last is None and model.kept == [] and model.calls == 0
 
 
+@pytest.mark.parametrize("how", ["tensor", "list", "number"])
+def test_training_alone_is_called_twice_as_well(how: str, tmp_path: Path) -> None:
+    """No evaluation comes before, so the stages equal the first call."""
+    with pytest.raises(PlanError, match="reads it in the next call"):
+        cut(Remembers(how), {"x": X}, tmp_path, mode="train")
+
+
 def test_what_nobody_reads_is_no_memory(tmp_path: Path) -> None:
     assert_same(Remembers("shown"), {"x": X}, tmp_path)
 
