@@ -14,7 +14,6 @@ import dataclasses
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cached_property
 from types import FrameType
 from typing import Any
 
@@ -73,6 +72,7 @@ class Bindings:
         self._storages: dict[int, int] = {}
         self._changed: set[int] = set()
         self._copies: list[fx.Node] = []
+        self._held = set(map(id, plain_tensors(model)))
         self.node_of_expression: Callable[[sympy.Expr], fx.Node | None] = lambda _: None
 
     # Nodes
@@ -108,13 +108,9 @@ class Bindings:
         self._bind(node, value)
         return node
 
-    @cached_property
-    def _held(self) -> set[int]:
-        return set(map(id, plain_tensors(self._model)))
-
     def is_made(self, tensors: Sequence[Any]) -> bool:
         """True for a real tensor that no module holds, such as `torch.FloatTensor([0.0])`."""
-        real = (t for t in tensors if isinstance(t, Tensor) and not isinstance(t, FakeTensor))
+        real = [t for t in tensors if isinstance(t, Tensor) and not isinstance(t, FakeTensor)]
         return any(not t.requires_grad and id(t) not in self._held for t in real)
 
     def stand_in(self, tensor: Tensor, copy: Tensor) -> None:
@@ -131,6 +127,18 @@ class Bindings:
         for node in same:
             node.replace_all_uses_with(kept[node])
             self.graph.erase_node(node)
+
+    def takes_data(self, tensor: Tensor, value: Tensor) -> bool:
+        """True if a copy of a value into a tensor equals an assignment of its data: the last call
+        made the value's memory, from no constant, or the tensor has it already."""
+        facts = [(each.shape, each.dtype, each.device, each.layout) for each in (tensor, value)]
+        places = [(self.storage(t), t.stride(), t.storage_offset()) for t in (tensor, value)]
+        node = self.node(value)
+        used = node.all_input_nodes
+        is_old = any(n in self._copies or n.target in self.constants for n in (node, *used))
+        is_view = any(node.meta["storages"] & n.meta["storages"] for n in used)
+        is_new = node.op.startswith("call_") and not (is_old or is_view)
+        return facts[0] == facts[1] and (is_new or places[0] == places[1])
 
     def change(self, tensors: Collection[Tensor]) -> None:
         """Records the tensors that a call changed, before the call is added."""
@@ -325,12 +333,6 @@ def _parameters_inside(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _parameters_inside(item)
-
-
-def fits_into(tensor: Tensor, value: Tensor) -> bool:
-    """True if a tensor can take a value in its own memory."""
-    facts = [(each.shape, each.dtype, each.device, each.layout) for each in (tensor, value)]
-    return facts[0] == facts[1]
 
 
 def _same_device(given: torch.device, device: torch.device) -> bool:

@@ -29,7 +29,7 @@ from ...runtime.rng import number_state, numbers_kept
 from ..models.torch_modules import is_torch_leaf
 from .aliasing import AssignedBuffers
 from .arguments import fresh, is_plain, leaves, map_result, plain, plain_structure, tensors_in
-from .bindings import Bindings, NodeHints, fits_into
+from .bindings import Bindings, NodeHints
 from .fake_inputs import DATA_DEPENDENT, FakeWorld
 from .leaf_modules import LeafRule
 from .operations import Call, as_node, on_fakes, refusal, traced
@@ -173,7 +173,7 @@ class Tracer(TorchFunctionMode):
         if not self._recording:
             return run(*args, **kwargs)
         args, kwargs = self._world.twins((args, kwargs))
-        if func == _DATA.__set__ and fits_into(*args):  # in the memory that an optimizer knows
+        if func == _DATA.__set__ and self._bindings.takes_data(*args):
             if args[0].untyped_storage()._cdata != args[1].untyped_storage()._cdata:
                 data = self.__torch_function__(_DATA.__get__, types, args[:1])
                 self.__torch_function__(Tensor.copy_, types, (data, args[1]))

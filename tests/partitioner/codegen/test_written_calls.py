@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asyncpipe.partitioner.capture import capture
+from asyncpipe.runtime.errors import CaptureError
 from asyncpipe.tests.support.oracles.generated_equality import assert_same
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -153,3 +155,18 @@ def test_a_tensor_that_each_call_makes_and_changes_is_made_in_each_call(
     name: str, tmp_path: Path
 ) -> None:
     assert_same(Sums(MADE[name]), {"x": X}, tmp_path)
+
+
+def shared(model: Any) -> None:
+    model.second.weight.data = model.first.weight.data
+
+
+def turned(model: Any) -> None:
+    model.first.weight.data = model.first.weight.data.t()
+
+
+@pytest.mark.parametrize("change", [shared, turned])
+def test_data_in_the_memory_of_another_tensor_is_refused(change: Callable[[Any], object]) -> None:
+    """An optimizer that steps one of them would step both."""
+    with pytest.raises(CaptureError, match="assigns the data"):
+        capture(Changes(change), {"x": X}, method="tracer")
