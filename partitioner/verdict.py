@@ -5,8 +5,8 @@ divides by almost nothing. In float64 rounding is 1e9 times smaller, and a defec
 before.
 
 `state_between_calls` finds state that forward keeps in attributes. A stage has parameters and
-buffers, but no other memory: if a second call with the same inputs gives other results, the model
-has other memory.
+buffers, but no other memory: if the next call has other results because of attributes that a call
+has set, the model has other memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..runtime.errors import PlanError
 from .capture.check import Differs, compare
-from .capture.model_state import MOST_BYTES, Noise, device_of, plain_tensors, unchanged
+from .capture.model_state import (
+    MOST_BYTES,
+    SMALL,
+    Noise,
+    attributes_kept,
+    device_of,
+    plain_tensors,
+    seed_all,
+    unchanged,
+)
 from .capture.sizes import sizes_text
 
 TOLERANCE = 1e-4
@@ -182,40 +191,73 @@ _OWN = frozenset({"training", "_parameters", "_buffers", "_modules"})
 
 
 def state_between_calls(
-    model: nn.Module, call: Callable[[], Mapping[str, Tensor]]
+    model: nn.Module, call: Callable[[bool], Mapping[str, Tensor]]
 ) -> tuple[str, str] | None:
-    """The error and its cure, if two equal calls differ, or the second raises, because of
-    attributes that the first sets.
+    """The error and its cure, if attributes that one call sets change the results of the next.
 
-    `call` makes the results from equal parameters, buffers and random numbers. The model is
-    unchanged afterwards.
+    `call` makes the results, with equal random numbers, from equal parameters and buffers, or with
+    False from those that the last call left and other inputs of floating point. Between the two
+    calls the weights move, as in training. The model is unchanged afterwards.
     """
+
+    def next_results(forgets: bool, moves: bool) -> Mapping[str, Tensor]:
+        """The results of a second call, with or without the attributes that the first sets."""
+        with unchanged(model):
+            with attributes_kept(model) if forgets else nullcontext():
+                call(True)
+            try:
+                with _moved_weights(model) if moves else nullcontext():
+                    return call(False)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # as of a backward through the graph of the first call
+                return {}
+
     with unchanged(model):
         before = attributes_of(model)
-        first = call()
+        call(True)
         after = attributes_of(model)
-        names = [name for name, value in after.items() if before.get(name) != value]
-        if not names:
-            return None
-        try:
-            second = call()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # as of a backward through the graph of the first call
-            second = {}
-    if first.keys() == second.keys() and all(
-        torch.equal(value, second[name]) or bool(value.isnan().any())
-        for name, value in first.items()
+    names = [name for name, value in after.items() if before.get(name) != value]
+    if not names:
+        return None
+    for moves in (True, False):
+        forgotten = next_results(True, moves)
+        if forgotten:
+            break
+    kept = next_results(False, moves)
+    if forgotten.keys() == kept.keys() and all(
+        torch.equal(value, kept[name]) or bool(value.isnan().any())
+        for name, value in forgotten.items()
     ):
         return None
     where = next(filter(None, (_line(model, name) for name in names)), "")
     return (
         f"{type(model).__name__} stores a result of one call in self.{names[0]}{where} and reads "
-        "it in the next call: a second call with the same inputs gives other results, and a stage "
-        "has no such memory.",
+        "it in the next call, whose results differ because of it: a stage has no such memory.",
         "Make it an argument and a result of forward, or, if it is independent of the batch, a "
         "buffer: self.register_buffer(name, tensor).",
     )
+
+
+@contextmanager
+def _moved_weights(model: nn.Module) -> Iterator[None]:
+    """Moves the trainable parameters by about 1% for the block, but for large ones."""
+    parameters = [
+        (parameter, parameter.detach().clone())
+        for parameter in model.parameters()
+        if parameter.requires_grad and parameter.numel() <= SMALL
+    ]
+    with torch.no_grad():
+        seed_all(2)
+        for parameter, value in parameters:
+            size = 0.01 * (float(value.abs().mean()) + 0.01) if value.numel() else 0.0
+            parameter.add_(size * torch.randn_like(value))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in parameters:
+                parameter.copy_(value)
 
 
 def attributes_of(model: nn.Module) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from .capture.check import (
     compare,
     detached,
     leaves_of,
+    take_gradients,
     total_of,
 )
 from .capture.graph import is_refusal
@@ -225,12 +226,10 @@ class _Comparison:
     def verified(self, sizes: Mapping[str, int] | None) -> Verified:
         """Compares at `sizes`; without these also at larger ones."""
         plan, sample = self.pair.plan, self._sample(sizes)
-        first = _modes(plan)[0]
-        if sample.result[first].sets_attributes:
-            call = partial(self._results, sample.inputs, first)
-            if why := state_between_calls(self.pair.model, call):
-                raise PlanError(*why)
         trained = sample.result[True]
+        sets = any(seen.sets_attributes for seen in sample.result.values())
+        if sets and (why := self._memory(sample.inputs)):
+            raise PlanError(*why)
         verified = Verified(
             sample.sizes,
             plan.sizes,
@@ -317,11 +316,23 @@ class _Comparison:
             self.copies.reset()
             return {mode: self._run_model(inputs, mode) for mode in modes or _modes(self.pair.plan)}
 
-    def _results(self, inputs: Tensors, training: bool, gradients: bool | None = None) -> Tensors:
+    def _results(
+        self, inputs: Tensors, training: bool, gradients: bool | None, is_first: bool = True
+    ) -> Tensors:
         """The outputs, and an empty tensor for each gradient, whose rounding may differ."""
-        self.copies.reset()
+        if is_first:
+            self.copies.reset()
         seen = self._run_model(inputs, training, gradients)
         return {**{name: torch.empty(0) for name in seen.gradients}, **seen.outputs}
+
+    def _memory(self, inputs: Tensors) -> tuple[str, str] | None:
+        """The error and its cure, if attributes change the results of the next training pass."""
+
+        def call(is_first: bool) -> Tensors:
+            return self._results(inputs if is_first else others, True, None, is_first)
+
+        others = {n: 0.99 * v if v.is_floating_point() else v for n, v in inputs.items()}
+        return state_between_calls(self.pair.model, call)
 
     def _explained(self, inputs: Tensors, error: PlanError) -> PlanError:
         """The error, or its cause: the model differs from itself, remembers what it computed in
@@ -331,7 +342,7 @@ class _Comparison:
         for mode, seen in first.items():
             if why := not_repeatable(model, seen.outputs, second[mode].outputs):
                 return PlanError(*why)
-        why = state_between_calls(model, partial(self._results, inputs, True))
+        why = self._memory(inputs)
         if not why and False in first:
             with unchanged(model):
                 why = gradients_asked(model, partial(self._results, inputs, False))
@@ -341,7 +352,7 @@ class _Comparison:
         self, inputs: Mapping[str, Tensor], training: bool, gradients: bool | None = None
     ) -> _Seen:
         model = self.pair.model
-        _take_gradients(model)  # the caller's
+        take_gradients(model)  # the caller's
         own = detached(inputs)  # A model may change its inputs.
         before = attributes_of(model.train(training))
         seed_all(1)
@@ -351,12 +362,12 @@ class _Comparison:
         if training:
             torch.autograd.backward(total_of(outputs))
         buffers = detached(dict(model.named_buffers(remove_duplicate=False)))
-        seen = _Seen(detached(outputs), _take_gradients(model), buffers, self.copies.changed(), own)
+        seen = _Seen(detached(outputs), take_gradients(model), buffers, self.copies.changed(), own)
         return replace(seen, sets_attributes=before != attributes_of(model))
 
     def _run_stages(self, sample: Sample[Any], training: bool) -> _Seen:
         plan, stages = self.pair.plan, self.pair.stages
-        _take_gradients(self.pair.model)
+        take_gradients(self.pair.model)
         seed_all(1)
         inputs, sizes = detached(sample.inputs), sample.sizes
         values: dict[str, Tensor] = dict(inputs)
@@ -389,7 +400,7 @@ class _Comparison:
             if name in own
         }
         changed = self.copies.changed
-        return _Seen(detached(outputs), _take_gradients(model), buffers, changed(), inputs)
+        return _Seen(detached(outputs), take_gradients(model), buffers, changed(), inputs)
 
 
 def _run_stage(
@@ -413,17 +424,6 @@ def _run_stage(
 def _sum_of_gradients(copies: list[Tensor]) -> Tensor | None:
     gradients = [copy.grad for copy in copies if copy.grad is not None]
     return torch.stack(gradients).sum(0) if gradients else None
-
-
-def _take_gradients(model: nn.Module) -> dict[str, Tensor]:
-    gradients = {
-        name: parameter.grad.to_dense()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    for parameter in model.parameters():
-        parameter.grad = None
-    return gradients
 
 
 def _verify_shapes(pair: _Pair, sizes: Mapping[str, int] | None) -> Verified:

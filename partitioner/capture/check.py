@@ -264,18 +264,25 @@ def _gradients(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:
             total = total + (numbers * weights).sum().to(total.device)
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
-        for parameter, _ in before:
-            parameter.grad = None
+        take_gradients(model)  # the caller's
         if total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]
-        return {
-            f"gradient of {name}": parameter.grad.to_dense()
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
+        return {f"gradient of {name}": value for name, value in take_gradients(model).items()}
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
+
+
+def take_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of the parameters, which have none afterwards."""
+    gradients = {
+        name: parameter.grad.to_dense()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    for parameter in model.parameters():
+        parameter.grad = None
+    return gradients
 
 
 def _equal(expected: Tensor, actual: Tensor | None) -> bool:

@@ -32,7 +32,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from ...runtime.errors import CaptureError
 from .arguments import Arguments, describe_arguments, map_leaves, tensors_in
 from .leaf_modules import is_constructible, is_importable
-from .model_state import drop_fakes, restore_items
+from .model_state import attributes_kept
 from .source_lines import place, source_text, user_frame_of, user_frames
 from .values import Size
 
@@ -298,32 +298,18 @@ class FakeWorld:
 
         `top` is the frame above all frames of the model's forward.
         """
-        before = [
-            (attributes, dict(attributes))
-            for module in self.model.modules()
-            for attributes in (module.__dict__, module._buffers, module._parameters)
-        ]
-        contents = [
-            (value, list(value) if isinstance(value, list) else dict(value))
-            for module in self.model.modules()
-            for name, value in vars(module).items()
-            if isinstance(value, (list, dict)) and not name.startswith("_")
-        ]
         self.env.top, self.env.is_open = top, True
-        try:
-            for tensors, name, _, fake in self._swaps:
-                tensors[name] = fake
-            yield
-        finally:
-            # torch's caches keep the env, which must not keep the trace.
-            self.env.top = self.env.decide = self.env.on_answer = None
-            self.env.is_open = False
-            for tensors, name, real, _ in self._swaps:
-                tensors[name] = real
-            for attributes, old in before:
-                drop_fakes(attributes, old)
-            for container, items in contents:
-                restore_items(container, items)
+        with attributes_kept(self.model):
+            try:
+                for tensors, name, _, fake in self._swaps:
+                    tensors[name] = fake
+                yield
+            finally:
+                # torch's caches keep the env, which must not keep the trace.
+                self.env.top = self.env.decide = self.env.on_answer = None
+                self.env.is_open = False
+                for tensors, name, real, _ in self._swaps:
+                    tensors[name] = real
 
     @contextmanager
     def outside(self) -> Iterator[None]:

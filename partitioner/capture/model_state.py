@@ -115,6 +115,25 @@ def same_draws(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Restores what the block stores on the modules, also in containers. If it replaces modules,
+    which stay, so do the attributes that go with them, but for fake tensors."""
+    modules = list(model.modules())
+    places, _ = _mutable_state(model)
+    try:
+        yield
+    finally:
+        has_replaced = list(model.modules()) != modules
+        for place, before in places:
+            if has_replaced and isinstance(place, dict) and isinstance(before, dict):
+                for name in [name for name in place if holds(place[name], FakeTensor)]:
+                    del place[name]
+                    place.update({name: before[name]} if name in before else {})
+            else:
+                _refill(place, before)
+
+
 _Place = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 _CONTAINERS = (dict, list, set, deque)
 _DEEPEST, _LARGEST = 3, 10_000
@@ -429,22 +448,3 @@ def verify_finite(tensors: Iterable[Tensor]) -> None:
             extremes = torch.aminmax(_exact(tensor.detach()))  # isfinite writes a tensor
             if not all(map(math.isfinite, map(float, extremes))):
                 raise UnfitNoise
-
-
-def restore_items(container: list[Any] | dict[Any, Any], items: list[Any] | dict[Any, Any]) -> None:
-    """Restores the items of a list or dict of a module, such as a cache."""
-    if isinstance(container, list):
-        container[:] = items
-    else:
-        container.clear()
-        container.update(items)
-
-
-def drop_fakes(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Removes the fake tensors that forward stored on the model, also those in containers."""
-    for name, value in list(attributes.items()):
-        if holds(value, FakeTensor):
-            if name in before:
-                attributes[name] = before[name]
-            else:
-                del attributes[name]

@@ -96,6 +96,71 @@ def test_a_result_that_keeps_the_first_call_from_training_again_is_named(tmp_pat
         cut(Prefix(once=True), {"x": X}, tmp_path)
 
 
+class Keeps(nn.Module):
+    """Stores what the first call computes, and reads it at the same or a smaller length later."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 16), nn.Linear(16, 4)
+        self.what, self.length, self.scale = what, 0, nn.Parameter(torch.ones(16))
+        self.kept: Any = None
+        self.register_buffer("table", torch.zeros(64, 16), persistent=False)
+
+    def positions(self, length: int) -> Tensor:
+        """In a buffer, with its length in an attribute, as rotary-embedding-torch has it."""
+        if length > self.length:
+            made = torch.arange(length)[:, None] * torch.linspace(0.1, 1.0, 16)
+            self.table[:length] = made
+            self.length = length
+            return made
+        return self.table[:length].detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        if self.what == "table":
+            h = h + self.positions(x.shape[1]).sin() + self.positions(x.shape[1]).cos()
+        if self.what == "mask":
+            if self.kept is None or self.kept.shape[0] < x.shape[1]:
+                self.kept = torch.ones(x.shape[1], x.shape[1]).tril()
+            h = self.kept[: x.shape[1], : x.shape[1]] @ h
+        if self.what == "norm of a weight":
+            if self.kept is None:
+                self.kept = self.scale.detach().norm()
+            h = h * self.scale / self.kept
+        if self.what == "scale by the first data":
+            if not self.length:
+                self.scale.data.copy_(1 / h.detach().std((0, 1)))
+                self.length = 1
+            h = h * self.scale
+        if self.what == "mean of the first data":
+            if not self.length:
+                self.table[0].copy_(h.detach().mean((0, 1)))
+                self.length = 1
+            h = h - self.table[0]
+        return self.b(h)
+
+
+@pytest.mark.parametrize("what", ["table", "mask"])
+@pytest.mark.parametrize("mode", ["both", "train"])
+def test_what_each_call_would_compute_again_is_no_memory(
+    what: str, mode: str, tmp_path: Path
+) -> None:
+    model = Keeps(what)
+    pipe = cut(model, {"x": torch.randn(4, 10, 12)}, tmp_path, sequence_dim=1, mode=mode)
+    for length in (10, 7, 16, 12):
+        x = torch.randn(3, length, 12)
+        torch.testing.assert_close(pipe.train()(x), model.train()(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "what", ["norm of a weight", "scale by the first data", "mean of the first data"]
+)
+def test_a_result_that_other_weights_or_data_change_is_memory(what: str, tmp_path: Path) -> None:
+    """The first call computes it for all; a stage would compute it in every call."""
+    with pytest.raises(PlanError, match=r"Keeps stores a result of one call in self\.\w+ "):
+        cut(Keeps(what), {"x": torch.randn(4, 10, 12)}, tmp_path)
+
+
 class Seeds(nn.Module):
     def __init__(self, how: Callable[[], Any]) -> None:
         super().__init__()
