@@ -57,6 +57,8 @@ from .sizes import (
     batch_of_option,
     check_dimension,
     named_lengths,
+    places,
+    sizes_in,
     symbols,
     without_symbol,
 )
@@ -296,7 +298,7 @@ def find_capture(request: CaptureRequest, method: str) -> Capture:
         try:
             captured = way(request)
         except CaptureError as error:
-            if way is _by_dynamo:
+            if way is _by_dynamo and not isinstance(first, PinnedSizeError):
                 first = _both(first, error)
             continue
         if way is _by_dynamo:
@@ -308,10 +310,10 @@ def find_capture(request: CaptureRequest, method: str) -> Capture:
 def _other_ways(error: CaptureError, method: str) -> list[Callable[[CaptureRequest], Capture]]:
     if not isinstance(error, (UnseenError, PinnedSizeError)):
         return []  # The tracer saw it, and no graph can hold it.
-    if method == "tracer" or isinstance(error, (PinnedSizeError, RandomDecisionError)):
+    if method == "tracer" or isinstance(error, RandomDecisionError):
         return [_by_leaves]
-    if isinstance(error, ValuesError):
-        return [_by_leaves, _by_dynamo]
+    if isinstance(error, (PinnedSizeError, ValuesError)):
+        return [_by_leaves, _by_dynamo]  # to Dynamo, int() of a size is a size
     return [_by_dynamo, _by_leaves]
 
 
@@ -358,6 +360,12 @@ def _captured(request: CaptureRequest, trace: Trace, automatic: AutomaticLeaves 
                     notes.append(fixed(error, dims, error.symbol))
                     dims = without_symbol(dims, error.symbol)
                     continue
+            elif ones := _free_ones(request, dims):
+                # A dimension of one may be squeezed away, as that of a single category.
+                for symbol in ones:
+                    notes.append(f"{places(dims, symbol)} is fixed at 1: forward fails for more")
+                    dims = without_symbol(dims, symbol)
+                continue
             if automatic is None or not automatic.keep(failed.paths, error):
                 raise error from failed.__cause__
     if automatic:
@@ -367,6 +375,13 @@ def _captured(request: CaptureRequest, trace: Trace, automatic: AutomaticLeaves 
     if request.check and not is_on_meta(model):
         notes += _refuse_one(captured, check_capture(captured, given.tensors))
     return _noted(captured, *notes)
+
+
+def _free_ones(request: CaptureRequest, dims: Dynamic) -> list[str]:
+    """The free sizes that may be fixed and are 1 in the example."""
+    sizes = sizes_in(request.given.tensors, dims) if request.may_fix else {}
+    has_to_be_free = request.dimensions.named | {BATCH}
+    return [symbol for symbol, size in sizes.items() if size == 1 and symbol not in has_to_be_free]
 
 
 def _refuse_one(captured: Capture, symbols: Sequence[str]) -> list[str]:

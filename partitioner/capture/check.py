@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.errors import CaptureError, PlanError
 from ...runtime.tensor_files import as_real, dense
-from .arguments import plain_structure, tensors_in
+from .arguments import Arguments, plain_structure, tensors_in
 from .graph import Capture, is_refusal, refused_sizes, run, sizes_of
 from .model_state import (
     Noise,
@@ -252,6 +252,27 @@ def _observe(
         if with_gradients:
             seen |= _gradients(model, outputs)
     return seen
+
+
+def ignores_gradients(model: nn.Module, given: Arguments, training: bool) -> bool:
+    """True if a forward that records gradients has the effects of one that does not, on the
+    example: it may ask, but only for another way to the same results."""
+    call = partial(given.call, model)
+    for noise in Noise:
+        with working_copies(model, noise) as copies:
+            seen = []
+            for recorded in (True, False):
+                with unchanged(model):
+                    copies.reset()
+                    try:
+                        effects = _observe(model, given.tensors, training, recorded, call, 0)
+                        verify_finite(effects.values())
+                    except Exception:
+                        break
+                    seen.append(effects)
+        if len(seen) == 2:
+            return all(_equal(value, seen[0].get(name)) for name, value in seen[1].items())
+    return False
 
 
 def _gradients(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:

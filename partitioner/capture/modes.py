@@ -24,7 +24,7 @@ from ...runtime.errors import CaptureError
 from .aliasing import verify_separate
 from .arguments import Arguments, plain_structure, verify_result
 from .bindings import renamed
-from .check import check_capture
+from .check import check_capture, ignores_gradients
 from .dynamo import pinned, torch_graph
 from .dynamo_lowering import replay, traced_transforms
 from .fake_inputs import Dynamic, FakeWorld, RandomDecisionError, explained
@@ -114,7 +114,13 @@ class _ModeCapture:
 
         ways = both_ways(run)
         location = ways.tracer.asks_gradients
-        if location and not _same_calls(ways.tracer.graph, run(ways.true, not training).graph):
+        if (
+            location
+            and not _same_calls(ways.tracer.graph, run(ways.true, not training).graph)
+            and (
+                is_on_meta(self._model) or not ignores_gradients(self._model, self._given, training)
+            )
+        ):
             raise FailedTrace(
                 CaptureError(
                     f"{location} computes other results with gradients than under torch.no_grad().",

@@ -75,6 +75,8 @@ def as_node(
     method = getattr(Tensor, name, None)
     if method is not func or not isinstance(method, _METHODS):
         return "call_function", func, args, kwargs
+    if name.endswith("item__") and isinstance(args[1], list) and slice in map(type, args[1]):
+        args = (args[0], tuple(args[1]), *args[2:])  # as torch reads it
     if name == "__setitem__":
         return "call_function", operator.setitem, args, {}
     if not kwargs:
@@ -319,12 +321,12 @@ _STAND_INS: dict[Any, Callable[..., Any]] = {
     **{func: _triangle(func) for func in (torch.triu_indices, torch.tril_indices)},
     **{func: _tensor_of(func) for func in (torch.tensor, torch.as_tensor)},
     Tensor.new_tensor: _new_tensor,
+    Tensor.fill_diagonal_: lambda square, value, wrap=False: square.fill_(value),
     F.affine_grid: _affine_grid,
     torch.istft: _like_istft,
     # On fake tensors torch asks for the values of the variances, and of the lengths.
     F.gaussian_nll_loss: _like_gaussian_nll_loss,
-    F.ctc_loss: _like_ctc_loss,
-    torch.ctc_loss: _like_ctc_loss,
+    **dict.fromkeys((F.ctc_loss, torch.ctc_loss), _like_ctc_loss),
     # torch copies fake tensors, but returns a real argument itself.
     F.dropout: _like_dropout,
     # On fake tensors torch 2.13 accepts bfloat16 only, on real ones others too.

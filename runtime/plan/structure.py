@@ -27,7 +27,7 @@ from typing import Any
 from ..errors import DataError, PlanError
 from ..formatting import kind_of
 
-_LONGEST = 500
+_LONGEST = 10_000
 _LARGEST = 2**63
 Number = int | float
 _OPERATORS: dict[type[ast.AST], Callable[..., Number]] = {

@@ -218,3 +218,30 @@ def test_a_question_about_gradients_that_no_patch_reaches_is_seen_in_the_results
 @pytest.mark.parametrize("way", ["nothing", "region"])
 def test_an_answer_about_gradients_that_changes_nothing_is_no_matter(way: str) -> None:
     checked(_AsksForGradients(way), x=X)
+
+
+class _AnotherWay(nn.Module):
+    """Median by a sort where gradients are recorded, else by kthvalue; `gate` starts at zero."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.a, self.way, self.gate = nn.Linear(6, 6), way, nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if torch.is_grad_enabled():
+            middle = h.sort(-1).values[..., 3]
+            if self.way == "gate":
+                middle = middle + self.gate
+        else:
+            middle = h.kthvalue(4, -1).values
+        return h - middle[..., None]
+
+
+def test_another_way_to_the_same_results_without_gradients_is_captured() -> None:
+    checked(_AnotherWay("same"), x=X)
+
+
+def test_a_gate_of_zero_does_not_hide_that_results_differ_without_gradients() -> None:
+    with pytest.raises(CaptureError, match=r"_AnotherWay.forward at .*no_grad"):
+        capture(_AnotherWay("gate"), {"x": X})

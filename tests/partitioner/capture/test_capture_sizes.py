@@ -263,3 +263,22 @@ def test_hooks_and_assigned_data_are_refused() -> None:
         capture(Hooks(), {"x": X.clone().requires_grad_()})
     with pytest.raises(CaptureError, match="assigns the data"):
         capture(Data(), {"x": X})
+
+
+class Categories(nn.Module):
+    """A column of categories beside a sequence: `squeeze` removes it only if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds, self.words = nn.Embedding(3, 6), nn.Embedding(20, 6)
+
+    def forward(self, kind: Tensor, words: Tensor) -> Tensor:
+        parts = [self.kinds(kind.squeeze(-1)), self.words(words).mean(1)]
+        return torch.cat(parts, dim=-1).tanh()
+
+
+def test_a_single_column_that_forward_squeezes_away_stays_one() -> None:
+    inputs = {"kind": torch.tensor([[0], [2], [1]]), "words": torch.randint(20, (3, 7))}
+    captured = capture(Categories(), inputs)
+    assert captured.sizes == {"batch": 3, "words_sequence": 7}
+    assert "dimension 1 of kind is fixed at 1: forward fails for more" in captured.notes

@@ -54,6 +54,26 @@ def test_stages_equal_the_model(kind: type[nn.Module], written: str, tmp_path: P
     assert written in cut(model, inputs, tmp_path / "2p", capture="dynamo")
 
 
+class IntOfSizes(nn.Module):
+    """Python makes a number of each size, as einx does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, width = tuple(int(size) for size in x.shape)
+        return self.b(self.a(x).view(batch, 2, width).flatten(1)) / float(batch)
+
+
+def test_a_batch_that_int_would_fix_is_free_for_dynamo(tmp_path: Path) -> None:
+    model = IntOfSizes()
+    text = cut(model, {"x": torch.randn(4, 8)}, tmp_path)
+    assert "captured with Dynamo: " in text
+    x = torch.randn(6, 8)
+    torch.testing.assert_close(asyncpipe.load(tmp_path)(x), model(x))
+
+
 @pytest.mark.parametrize("kind", [unseen.Script, unseen.NumpyMask])
 def test_the_fallback_is_chosen_and_says_so(kind: type[nn.Module], tmp_path: Path) -> None:
     model, inputs = unseen.example(kind)

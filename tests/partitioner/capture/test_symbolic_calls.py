@@ -63,6 +63,10 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "a number": lambda x: x.sum(1) / torch.tensor(x.shape[1]),
     "numbers": lambda x: x.sum(1) / torch.as_tensor([x.shape[1], x.shape[1] / 2]).prod(),
     "a number like others": lambda x: x.sum(1) / x.new_tensor([[x.shape[1], 2]]).prod(),
+    "a diagonal of ones": lambda x: (
+        torch.zeros(x.shape[1], x.shape[1]).fill_diagonal_(1) @ x * x.shape[1]
+    ).mean(1),
+    "an index of slices in a list": lambda x: x[[slice(None), slice(-2, None)]].sum(1),
     "a grid": lambda x: F.grid_sample(
         x[:, None],
         F.affine_grid(torch.eye(2, 3).expand(len(x), 2, 3), x[:, None].size(), False),
