@@ -123,6 +123,9 @@ def capture(
     verify_names(model)
     verify_shapes(model)
     verify_hooks(model)
+    for path, module in model.named_modules():
+        own = {f"{path}.{name}".strip("."): value for name, value in vars(module).items()}
+        verify_strided(own, "attribute")
     given = read_arguments(model, example_inputs)
     verify_strided(given.tensors, "input")
     verify_arguments(model, example_inputs)
@@ -346,6 +349,12 @@ def _captured(request: CaptureRequest, trace: Trace, automatic: AutomaticLeaves 
             break
         except FailedTrace as failed:
             error = failed.error
+            if ones := _free_ones(request, dims):
+                # A dimension of one may be squeezed away, as that of a single category.
+                for symbol in ones:
+                    notes.append(f"{places(dims, symbol)} is fixed at 1: forward fails for more")
+                    dims = without_symbol(dims, symbol)
+                continue
             if isinstance(error, PinnedSizeError):
                 error = with_places(error, dims)
                 if not is_corrected:
@@ -360,12 +369,6 @@ def _captured(request: CaptureRequest, trace: Trace, automatic: AutomaticLeaves 
                     notes.append(fixed(error, dims, error.symbol))
                     dims = without_symbol(dims, error.symbol)
                     continue
-            elif ones := _free_ones(request, dims):
-                # A dimension of one may be squeezed away, as that of a single category.
-                for symbol in ones:
-                    notes.append(f"{places(dims, symbol)} is fixed at 1: forward fails for more")
-                    dims = without_symbol(dims, symbol)
-                continue
             if automatic is None or not automatic.keep(failed.paths, error):
                 raise error from failed.__cause__
     if automatic:

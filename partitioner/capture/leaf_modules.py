@@ -9,9 +9,9 @@ model's parameters, and a module for which no constructor can be written.
 
 `construct` finds the constructor call that builds an equal module. It reads arguments from the
 module's attributes by the names of `__init__`'s parameters; a transformers configuration, or
-the index of a layer, from the modules around it. Every candidate is built on meta and compared
-with the module: class, parameters and buffers with shape and dtype, `extra_repr` and plain
-attributes. Arguments that make no difference are defaults, and left out.
+the index of a layer, from the modules around it. Every candidate is built, on meta if that shows
+all, and compared with the module (`equal_modules.py`). Arguments that make no difference are
+defaults, and left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from ..models.builtin import (
     is_asked_for,
     is_configuration,
 )
+from ..models.equal_modules import has_unsaved, is_equal, plain_attributes
 from ..models.torch_modules import ACTIVATIONS, is_torch_leaf
+from .model_state import same_draws
 
 LeafRule = Callable[[nn.Module, str], bool]
 
@@ -127,14 +129,14 @@ def construct(module: nn.Module, path: str, model: nn.Module | None = None) -> C
             for values in _guesses(module, path, model)
             if all(name in values for name in required)
             and all(map(_is_writable, values.values()))
-            and _is_same(_build(kind, values), module)
+            and _builds(module, values)
         ),
         None,
     )
     if given is None:
         raise PlanError(
             f"cannot write a constructor for {path} ({kind.__name__}): __init__ with arguments "
-            f"from its attributes builds no module with the same tensors.",
+            f"from its attributes builds no module with the same tensors and attributes.",
             _cure(module),
         )
     given = {name: _simplest(module, given, name) for name in given}
@@ -157,7 +159,7 @@ def construct(module: nn.Module, path: str, model: nn.Module | None = None) -> C
 def _cure(module: nn.Module) -> str:
     kind = type(module)
     if is_torch_leaf(module):
-        own = sorted(_plain(module).keys() - inspect.signature(kind).parameters.keys())
+        own = sorted(plain_attributes(module).keys() - inspect.signature(kind).parameters.keys())
         changed = f" ({', '.join(own)})" if own else ""
         return (
             f"It was changed after its construction{changed}: write a class of its own with its "
@@ -273,57 +275,15 @@ def _from_parts(module: nn.Module) -> dict[str, Any]:
     return {}
 
 
-def _build(kind: type[nn.Module], given: Mapping[str, Any]) -> nn.Module | None:
+def _builds(module: nn.Module, given: Mapping[str, Any]) -> bool:
+    """True if the constructor builds an equal module from these arguments."""
+    device = torch.device("cpu" if has_unsaved(module) else "meta")
     try:
-        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
-            return kind(**given)
+        with same_draws(module), device, warnings.catch_warnings(action="ignore"):
+            return is_equal(type(module)(**given), module)
     except Exception:
         # Any error only means that this candidate is wrong.
-        return None
-
-
-def _is_same(built: nn.Module | None, module: nn.Module) -> bool:
-    if built is None or type(built) is not type(module):
         return False
-    if _contents(built) != _contents(module):
-        return False
-    return all(
-        ours.extra_repr() == theirs.extra_repr() and _plain(ours) == _plain_beside(ours, theirs)
-        for ours, theirs in zip(built.modules(), module.modules(), strict=True)
-    )
-
-
-def _contents(module: nn.Module) -> tuple[Any, ...]:
-    """The classes, the names of the state_dict, and the parameters and buffers."""
-    tensors = {
-        name: (type(value), tuple(value.shape), value.dtype)
-        for name, value in (*module.named_parameters(), *module.named_buffers())
-    }
-    return list(map(_class_names, module.modules())), list(module.state_dict()), tensors
-
-
-def _plain_beside(built: nn.Module, module: nn.Module) -> dict[str, Any]:
-    """The plain attributes of a module; for torch.nn only those that the class sets: others, such
-    as a `qconfig`, are annotations."""
-    attributes = _plain(module)
-    if is_torch_leaf(module):
-        return {name: value for name, value in attributes.items() if name in vars(built)}
-    return attributes
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """Attributes that are plain values, or functions, and properties with an argument's name."""
-    plain = (bool, int, float, str, tuple, list, type(None))
-    arguments = inspect.signature(type(module)).parameters
-    kept = [name for name in arguments if isinstance(getattr(type(module), name, None), property)]
-    values = vars(module) | {name: getattr(module, name, None) for name in kept}
-    return {
-        name: value
-        for name, value in values.items()
-        if not name.startswith("_")
-        and name != "training"
-        and (isinstance(value, plain) or inspect.isroutine(value))
-    }
 
 
 def _simplest(module: nn.Module, given: Mapping[str, Any], name: str) -> Any:
@@ -331,8 +291,7 @@ def _simplest(module: nn.Module, given: Mapping[str, Any], name: str) -> Any:
     value = given[name]
     if not isinstance(value, tuple) or not value or any(item != value[0] for item in value):
         return value
-    simpler = _build(type(module), {**given, name: value[0]})
-    return value[0] if _is_same(simpler, module) else value
+    return value[0] if _builds(module, {**given, name: value[0]}) else value
 
 
 def _defaults(module: nn.Module, given: Mapping[str, Any], required: Collection[str]) -> set[str]:
@@ -340,7 +299,7 @@ def _defaults(module: nn.Module, given: Mapping[str, Any], required: Collection[
     left_out: set[str] = set()
     for name in reversed([name for name in given if name not in required]):
         fewer = {key: value for key, value in given.items() if key not in left_out | {name}}
-        if _is_same(_build(type(module), fewer), module):
+        if _builds(module, fewer):
             left_out.add(name)
     return left_out
 

@@ -82,7 +82,7 @@ def unchanged(model: nn.Module, changing: Collection[str] = ()) -> Iterator[None
     values = [
         (tensor, tensor.data, tensor.detach().clone())
         for tensor in {id(tensor): tensor for tensor in (*tensors, *plain)}.values()
-        if not isinstance(tensor, FakeTensor) and not tensor.is_meta
+        if not (isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.layout != torch.strided)
     ]
     own = [
         (parameter, parameter.grad, parameter.requires_grad) for parameter in parameters.values()

@@ -49,10 +49,11 @@ _IN_PLACE = {
     "bitwise_and_": operator.iand, "bitwise_or_": operator.ior, "bitwise_xor_": operator.ixor,
 }  # fmt: skip
 _UNARY = {
-    "neg": operator.neg, "__neg__": operator.neg, "__invert__": operator.invert,
-    "bitwise_not": operator.invert,
-}  # fmt: skip
+    **dict.fromkeys(("neg", "__neg__"), operator.neg),
+    **dict.fromkeys(("bitwise_not", "__invert__"), operator.invert),
+}
 _METHODS = (FunctionType, MethodDescriptorType, WrapperDescriptorType)
+_PLACES = {slice, type(...), type(None)}
 
 Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
@@ -69,13 +70,12 @@ def as_node(
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return "call_function", getattr, (args[0], func.__self__.__name__), {}
-    if name == "__set__":
-        # `x.requires_grad = True`; the other properties that can be set are refused before.
+    if name == "__set__":  # `x.requires_grad = True`; other properties are refused before
         return "call_method", "requires_grad_", (args[0], args[1]), {}
     method = getattr(Tensor, name, None)
     if method is not func or not isinstance(method, _METHODS):
         return "call_function", func, args, kwargs
-    if name.endswith("item__") and isinstance(args[1], list) and slice in map(type, args[1]):
+    if name.endswith("item__") and isinstance(args[1], list) and _PLACES & {*map(type, args[1])}:
         args = (args[0], tuple(args[1]), *args[2:])  # as torch reads it
     if name == "__setitem__":
         return "call_function", operator.setitem, args, {}

@@ -36,7 +36,7 @@ from ..capture.values import size_text
 from ..split.split import StageGraph, used_names
 from . import layout
 from .items import Item, regions_of, symbols_of
-from .layout import Code, bracket, call, infix, is_path, prefixed, quoted
+from .layout import Code, bracket, call, infix, is_module, is_path, prefixed, quoted
 from .methods import decided
 
 _CONSTANTS: Mapping[float, Code] = {
@@ -164,7 +164,7 @@ def name_callable(target: Callable[..., Any], require: Callable[[str, str], None
 
 def _import(value: Any, qualified: str, require: Callable[[str, str], None]) -> None:
     module = getattr(value, "__module__", None)
-    if module == "__main__" or not is_path(module) or not is_path(qualified):
+    if module == "__main__" or not is_module(module) or not is_path(qualified):
         raise PlanError(
             f"cannot write a call of {qualified or value!r} of {module}: generated code could not "
             f"import it.",

@@ -59,9 +59,17 @@ def is_number(text: str) -> bool:
 def is_name(text: str) -> bool:
     """Returns whether `text` can be the name of a variable, and of an attribute within a class: no
     keyword, and no name that Python mangles, as it does `__x` in a class."""
+    return _can_be_written(text) and not text.startswith("__")
+
+
+def _can_be_written(text: str) -> bool:
     is_plain = text.isidentifier() and unicodedata.normalize("NFKC", text) == text
-    is_plain = is_plain and not hiding_in(text)
-    return is_plain and not keyword.iskeyword(text) and not text.startswith("__")
+    return is_plain and not hiding_in(text) and not keyword.iskeyword(text)
+
+
+def is_module(text: object) -> TypeGuard[str]:
+    """Returns whether `text` can be the name of a module in an import outside of classes."""
+    return isinstance(text, str) and all(map(_can_be_written, text.split(".")))
 
 
 def is_path(text: object) -> TypeGuard[str]:
@@ -174,7 +182,7 @@ def write_imports(source: str, extra: Iterable[tuple[str, str]]) -> list[str]:
     for a name that Python cannot import."""
     extra = list(extra)
     for module, name in extra:
-        if not is_path(module) or not (is_path(name) or name == ""):
+        if not is_module(module) or not (is_path(name) or (name == "" and is_path(module))):
             raise PlanError(
                 f"generated code cannot import {name} of {module}.",
                 "Give the class or the function a name that Python can import.",

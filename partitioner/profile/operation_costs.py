@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -40,7 +40,7 @@ from ...runtime.tensor_parallel.functions import local
 from ..capture import Capture, IfTraining, Local, LocalDevice, Size, run
 from ..capture.arguments import map_leaves, tensors_in
 from ..capture.graph import is_external, sizes_of
-from ..capture.model_state import is_on_meta, silent
+from ..capture.model_state import attributes_kept, is_on_meta, silent
 from ..capture.operations import runnable
 from .cache import (
     ProfileCache,
@@ -145,7 +145,9 @@ class CostWalk:
         """Makes the call on tensors without data, and records its cost on real ones."""
         call = _Call.of(node, self.capture.model, self._resolved((node.args, node.kwargs)))
         try:
-            result = thunk()
+            # torch 2.13 damages memory when it copies a fake tensor that a module has stored.
+            with attributes_kept(call.module) if call.module else nullcontext():
+                result = thunk()
         except Exception as error:
             # A user's module may read values, which tensors without data do not have.
             if node.op != "call_module" and not needs_values(error):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 
 import asyncpipe
 from asyncpipe.partitioner.capture import capture
-from asyncpipe.runtime.errors import CaptureError
+from asyncpipe.partitioner.profile import measure
+from asyncpipe.runtime.errors import CaptureError, PlanError
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
 
@@ -198,3 +201,102 @@ def test_a_layer_of_transformers_is_made_from_its_configuration(tmp_path: Path) 
     text = "".join((tmp_path / "cut" / f"stage_{stage}.py").read_text() for stage in range(2))
     assert "import LongformerConfig\n" in text
     assert "LongformerSelfAttention(" in text and "hidden_size=16," in text
+
+
+class Kind(enum.Enum):
+    SOFT = 1
+    HARD = 2
+
+
+def clipped(x: Tensor, limit: float) -> Tensor:
+    return x.clamp(-limit, limit)
+
+
+class Clip(nn.Module):
+    """Clips at a limit that it keeps in one of several ways."""
+
+    def __init__(self, how: str, limit: float = 100.0) -> None:
+        super().__init__()
+        self.how = how
+        self.kept: Any = None
+        if how == "private":
+            self._limit = limit
+        if how == "in a dict":
+            self.settings = {"limit": limit}
+        if how == "in a tensor":
+            self.kept = torch.tensor(limit)
+        if how == "in a buffer":
+            self.register_buffer("unsaved", torch.tensor(limit), persistent=False)
+        if how == "in an enumeration":
+            self.kept = Kind.HARD if limit < 50 else Kind.SOFT
+        if how == "in a partial":
+            self.kept = partial(clipped, limit=limit)
+        if how == "in a closure":
+            self.kept = lambda x: clipped(x, limit)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "private":
+            return clipped(x, self._limit)
+        if self.how == "in a dict":
+            return clipped(x, self.settings["limit"])
+        if self.how == "in a tensor":
+            return torch.minimum(x, self.kept)
+        if self.how == "in a buffer":
+            return torch.minimum(x, self.unsaved)
+        if self.how == "in an enumeration":
+            return clipped(x, 20.0) if self.kept is Kind.HARD else x
+        return self.kept(x)
+
+
+HOWS = (
+    "private", "in a dict", "in a tensor", "in a buffer", "in an enumeration", "in a partial",
+    "in a closure",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_module_is_not_made_again_with_a_default_that_shows_only_for_some_values(
+    how: str, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Clip(how, 20.0), nn.Linear(6, 6))
+    with pytest.raises(PlanError, match="builds no module with the same tensors and attributes"):
+        asyncpipe.partition(
+            model, X, stages=2, output=tmp_path, profile="analytic", leaves=["Clip"]
+        )
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_it_is_made_with_the_default_that_it_has(how: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Clip(how), nn.Linear(6, 6))
+    asyncpipe.partition(model, X, stages=2, output=tmp_path, profile="analytic", leaves=["Clip"])
+    pipe = asyncpipe.load(tmp_path)
+    torch.testing.assert_close(pipe(900 * X), model(900 * X))
+
+
+class Stores(nn.Module):
+    """Keeps what it last computed with, also tensors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = {"x": x.detach(), "order": torch.randperm(4)}
+        return torch.relu(x)
+
+
+def test_a_module_is_copied_without_fake_tensors_that_it_has_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of torch 2.13 would damage the memory of the process."""
+    copied: list[dict[str, Tensor]] = []
+    copy = measure._own_copy
+
+    def watched(module: nn.Module, device: torch.device) -> nn.Module:
+        copied.extend(part.last for part in module.modules() if isinstance(part, Stores))
+        return copy(module, device)
+
+    monkeypatch.setattr(measure, "_own_copy", watched)
+    model = nn.Sequential(nn.Linear(6, 6), Stores(), nn.Linear(6, 6))
+    asyncpipe.partition(model, X, stages=2, output=tmp_path, profile="analytic", leaves=["Stores"])
+    assert copied and all(kept == {} for kept in copied)

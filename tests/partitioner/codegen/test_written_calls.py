@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asyncpipe.partitioner.capture import capture
-from asyncpipe.runtime.errors import CaptureError
+from asyncpipe.partitioner.codegen.layout import write_imports
+from asyncpipe.runtime.errors import CaptureError, PlanError
 from asyncpipe.tests.support.oracles.generated_equality import assert_same
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -170,3 +171,11 @@ def test_data_in_the_memory_of_another_tensor_is_refused(change: Callable[[Any],
     """An optimizer that steps one of them would step both."""
     with pytest.raises(CaptureError, match="assigns the data"):
         capture(Changes(change), {"x": X}, method="tracer")
+
+
+def test_a_module_whose_name_python_would_change_in_a_class_is_imported_outside() -> None:
+    assert "from package.__arch.net import Net" in write_imports(
+        "", [("package.__arch.net", "Net")]
+    )
+    with pytest.raises(PlanError, match="cannot import"):
+        write_imports("", [("package.__arch.net", "")])  # each use would name the module

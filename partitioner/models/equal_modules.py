@@ -1,0 +1,133 @@
+"""Two modules -> True if they compute the same with the same saved weights.
+
+A module that a stage constructs again has to be as the model's. `is_equal` compares classes,
+parameters and buffers with shape and dtype, `extra_repr` and attributes, but of torch.nn only the
+plain attributes: those modules hold their arguments in them. An attribute that a constructor leaves
+None is for forward to fill. The values of tensors outside the state_dict count too where both
+modules have some: `has_unsaved` says whether a module built on meta is not enough.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .torch_modules import is_torch_leaf
+
+_INTERNAL = frozenset(vars(nn.Module()))
+_DEEPEST = 6
+
+
+def is_equal(built: nn.Module | None, module: nn.Module) -> bool:
+    """True if `built` is as the module."""
+    if built is None or type(built) is not type(module) or _contents(built) != _contents(module):
+        return False
+    return all(
+        ours.extra_repr() == theirs.extra_repr() and _have_equal_attributes(ours, theirs)
+        for ours, theirs in zip(built.modules(), module.modules(), strict=True)
+    )
+
+
+def has_unsaved(module: nn.Module) -> bool:
+    """True if tensors of the module are not in its state_dict."""
+    return any(
+        not is_torch_leaf(part) and any(isinstance(value, Tensor) for value in _unsaved(part))
+        for part in module.modules()
+    )
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Attributes that are plain values, or functions, and properties with an argument's name."""
+    plain = (bool, int, float, str, tuple, list, type(None))
+    arguments = inspect.signature(type(module)).parameters
+    kept = [name for name in arguments if isinstance(getattr(type(module), name, None), property)]
+    values = vars(module) | {name: getattr(module, name, None) for name in kept}
+    return {
+        name: value
+        for name, value in values.items()
+        if not name.startswith("_")
+        and name != "training"
+        and (isinstance(value, plain) or inspect.isroutine(value))
+    }
+
+
+def _contents(module: nn.Module) -> tuple[Any, ...]:
+    """The classes, the names of the state_dict, and the parameters and buffers."""
+    tensors = {
+        name: (type(value), tuple(value.shape), value.dtype)
+        for name, value in (*module.named_parameters(), *module.named_buffers())
+    }
+    return list(map(type, module.modules())), list(module.state_dict()), tensors
+
+
+def _have_equal_attributes(built: nn.Module, module: nn.Module) -> bool:
+    ours, theirs = plain_attributes(built), plain_attributes(module)
+    if is_torch_leaf(module):  # other attributes, such as a `qconfig`, are annotations
+        return all(name in theirs and _are_equal(ours[name], theirs[name]) for name in ours)
+    if ours.keys() != theirs.keys():
+        return False
+    others = vars(module) | _unsaved_buffers(module)
+    return all(
+        name in others and _are_equal(value, others[name])
+        for name, value in (vars(built) | _unsaved_buffers(built)).items()
+        if name not in _INTERNAL and value is not None
+    )
+
+
+def _unsaved(module: nn.Module) -> Iterator[Any]:
+    yield from _unsaved_buffers(module).values()
+    for value in vars(module).values():
+        yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _unsaved_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+
+
+def _are_equal(ours: Any, theirs: Any, depth: int = _DEEPEST) -> bool:
+    """True if two attributes are equal, or deeper than is looked."""
+    if ours is theirs or not depth:
+        return True
+    if type(ours) is not type(theirs):
+        return False
+    below = partial(_are_equal, depth=depth - 1)
+    match ours:
+        case Tensor():
+            return _are_equal_tensors(ours, theirs)
+        case nn.Module() | CodeType():
+            return isinstance(ours, nn.Module) or bool(ours == theirs)
+        case Mapping():
+            return list(ours) == list(theirs) and all(map(below, ours.values(), theirs.values()))
+        case list() | tuple():
+            return len(ours) == len(theirs) and all(map(below, ours, theirs))
+        case partial():
+            return all(below(getattr(ours, name), getattr(theirs, name)) for name in _OF_PARTIAL)
+        case FunctionType():
+            return ours.__code__ is theirs.__code__ and below(_given(ours), _given(theirs))
+    if type(ours).__eq__ is not object.__eq__:
+        return bool(torch.as_tensor(ours == theirs).all())
+    return below(getattr(ours, "__dict__", None), getattr(theirs, "__dict__", None))
+
+
+_OF_PARTIAL = ("func", "args", "keywords")
+
+
+def _given(function: FunctionType) -> list[Any]:
+    """What a function has besides its code: defaults and the values of its closure."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [function.__defaults__, function.__kwdefaults__, cells]
+
+
+def _are_equal_tensors(ours: Tensor, theirs: Tensor) -> bool:
+    if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        return False
+    if ours.is_meta or theirs.is_meta:
+        return True
+    other = theirs.detach().to(ours.device)
+    return bool(((ours == other) | (ours != ours)).all())
