@@ -280,7 +280,8 @@ def _builds(module: nn.Module, given: Mapping[str, Any]) -> bool:
     device = torch.device("cpu" if has_unsaved(module) else "meta")
     try:
         with same_draws(module), device, warnings.catch_warnings(action="ignore"):
-            return is_equal(type(module)(**given), module)
+            built = type(module)(**given)
+        return is_equal(built, module)
     except Exception:
         # Any error only means that this candidate is wrong.
         return False

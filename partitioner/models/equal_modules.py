@@ -2,9 +2,9 @@
 
 A module that a stage constructs again has to be as the model's. `is_equal` compares classes,
 parameters and buffers with shape and dtype, `extra_repr` and attributes, but of torch.nn only the
-plain attributes: those modules hold their arguments in them. An attribute that a constructor leaves
-None is for forward to fill. The values of tensors outside the state_dict count too where both
-modules have some: `has_unsaved` says whether a module built on meta is not enough.
+plain attributes: those modules hold their arguments in them. The values of tensors outside the
+state_dict count too, where both modules have values: `has_unsaved` says whether there are such
+tensors, for which a module built on meta is not enough.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import CodeType, FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .torch_modules import is_torch_leaf
@@ -76,7 +75,7 @@ def _have_equal_attributes(built: nn.Module, module: nn.Module) -> bool:
     return all(
         name in others and _are_equal(value, others[name])
         for name, value in (vars(built) | _unsaved_buffers(built)).items()
-        if name not in _INTERNAL and value is not None
+        if name not in _INTERNAL
     )
 
 
@@ -100,18 +99,21 @@ def _are_equal(ours: Any, theirs: Any, depth: int = _DEEPEST) -> bool:
     match ours:
         case Tensor():
             return _are_equal_tensors(ours, theirs)
-        case nn.Module() | CodeType():
-            return isinstance(ours, nn.Module) or bool(ours == theirs)
+        case nn.Module():
+            return True  # registered ones are compared apart
         case Mapping():
             return list(ours) == list(theirs) and all(map(below, ours.values(), theirs.values()))
         case list() | tuple():
             return len(ours) == len(theirs) and all(map(below, ours, theirs))
         case partial():
             return all(below(getattr(ours, name), getattr(theirs, name)) for name in _OF_PARTIAL)
+        case MethodType():
+            return below(ours.__func__, theirs.__func__)
         case FunctionType():
-            return ours.__code__ is theirs.__code__ and below(_given(ours), _given(theirs))
-    if type(ours).__eq__ is not object.__eq__:
-        return bool(torch.as_tensor(ours == theirs).all())
+            return ours.__code__ == theirs.__code__ and below(_given(ours), _given(theirs))
+    if any("__eq__" in vars(kind) for kind in type(ours).__mro__[:-1]):
+        same = ours == theirs
+        return bool(same.all() if hasattr(same, "all") else same)
     return below(getattr(ours, "__dict__", None), getattr(theirs, "__dict__", None))
 
 

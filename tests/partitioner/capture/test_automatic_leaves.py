@@ -219,6 +219,7 @@ class Clip(nn.Module):
         super().__init__()
         self.how = how
         self.kept: Any = None
+        limit = limit * 1.0  # a new object
         if how == "private":
             self._limit = limit
         if how == "in a dict":
@@ -233,6 +234,12 @@ class Clip(nn.Module):
             self.kept = partial(clipped, limit=limit)
         if how == "in a closure":
             self.kept = lambda x: clipped(x, limit)
+        if how == "in a method":
+            self._limit = limit
+            self.kept = self.clip
+
+    def clip(self, x: Tensor) -> Tensor:
+        return clipped(x, self._limit)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "private":
@@ -250,7 +257,7 @@ class Clip(nn.Module):
 
 HOWS = (
     "private", "in a dict", "in a tensor", "in a buffer", "in an enumeration", "in a partial",
-    "in a closure",
+    "in a closure", "in a method",
 )  # fmt: skip
 
 
@@ -271,6 +278,26 @@ def test_it_is_made_with_the_default_that_it_has(how: str, tmp_path: Path) -> No
     asyncpipe.partition(model, X, stages=2, output=tmp_path, profile="analytic", leaves=["Clip"])
     pipe = asyncpipe.load(tmp_path)
     torch.testing.assert_close(pipe(900 * X), model(900 * X))
+
+
+class Named(Clip):
+    """Has its arguments as attributes too."""
+
+    def __init__(self, how: str, limit: float | None = None) -> None:
+        super().__init__(how, 100.0 if limit is None else limit)
+        self.limit = limit
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("limit", [None, 20.0])
+def test_it_is_made_with_the_arguments_that_it_has(
+    how: str, limit: float | None, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Named(how, limit), nn.Linear(6, 6))
+    asyncpipe.partition(model, X, stages=2, output=tmp_path, profile="analytic", leaves=["Named"])
+    text = (tmp_path / "stage_1.py").read_text()
+    assert f'Named("{how}"' in text and ("limit=20.0" in text) == (limit is not None)
+    torch.testing.assert_close(asyncpipe.load(tmp_path)(900 * X), model(900 * X))
 
 
 class Stores(nn.Module):
