@@ -72,6 +72,16 @@ def _class_names(module: nn.Module) -> tuple[str, str]:
     return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
 
 
+def modes_in_call(module: nn.Module, path: str) -> dict[str, bool]:
+    """`training` of a leaf and its parts when forward calls it, by path: forward may have called
+    `eval()`. Modules of torch.nn whose forward does not ask for the mode are left out."""
+    return {
+        name: part.training
+        for name, part in module.named_modules(prefix=path)
+        if not is_torch_leaf(part) or "training" in type(part).forward.__code__.co_names
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class LeafArgument:
     """An argument of a constructor.

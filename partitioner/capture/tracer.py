@@ -31,7 +31,7 @@ from .aliasing import AssignedBuffers
 from .arguments import fresh, is_plain, leaves, map_result, plain, plain_structure, tensors_in
 from .bindings import Bindings, NodeHints
 from .fake_inputs import DATA_DEPENDENT, FakeWorld
-from .leaf_modules import LeafRule
+from .leaf_modules import LeafRule, modes_in_call
 from .operations import Call, as_node, on_fakes, refusal, traced
 from .patches import (
     WITHOUT_HISTORY,
@@ -58,7 +58,7 @@ class Tracer(TorchFunctionMode):
     calls: the calls of modules that are not leaves
     notes: remarks for the user
     changed, changed_buffers: the parameters and buffers that forward changes in place
-    flags: the `training` flag of each module at the start
+    flags: the `training` flag of each module at the start, or of a leaf when forward calls it
     regions: the open `with` blocks around the current call
     random: detects operators that draw random numbers
     graph, constants: the graph, and the constants that it reads
@@ -100,9 +100,7 @@ class Tracer(TorchFunctionMode):
         self._failure: Exception | None = None
         self._failed_in: tuple[str, ...] = ()
         self._call_counts: Counter[str] = Counter()
-        self._paths: dict[int, str] = {}
-        for path, module in model.named_modules():
-            self._paths.setdefault(id(module), path)
+        self._paths = {id(module): path for path, module in model.named_modules()}
         self.graph, self.constants = self._bindings.graph, self._bindings.constants
         self.decisions = self.readings.decisions
 
@@ -267,6 +265,7 @@ class Tracer(TorchFunctionMode):
             if not self._world.is_itself(module):
                 return original_call(module, args, kwargs)
             args, kwargs = self._world.twins((args, kwargs))
+            self.flags |= modes_in_call(module, path)
             return self._recorded(
                 lambda *given: self._run_leaf(module, *given),
                 lambda given, named: ("call_module", path, given, named),

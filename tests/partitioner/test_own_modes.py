@@ -95,3 +95,49 @@ def test_modes_set_by_hand_are_noted(tmp_path: Path) -> None:
     expected = model(X)
     torch.manual_seed(1)
     torch.testing.assert_close(pipe.train()(X), expected, rtol=0, atol=0)
+
+
+class Meter(nn.Module):
+    """A module that the tracer cannot read: it decides by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("is_on", torch.tensor(True))
+        self.register_buffer("mean", torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_on:
+            self.is_on.fill_(True)
+        if self.training:
+            self.mean += x.detach().mean(0)
+        return x - self.mean
+
+
+class FrozenInForward(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.block, self.meter, self.head = Block(), Meter(), nn.Linear(12, 4)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "norm":
+            self.block.norm.eval()
+        if self.how == "dropout":
+            self.block.dropout.train()
+        if self.how == "leaf":
+            self.meter.eval()
+        if self.how == "for a while":
+            self.block.eval()
+        h = self.block(x)
+        if self.how == "for a while":
+            self.block.train(self.training)
+        return self.head(self.meter(h))
+
+
+@pytest.mark.parametrize("how", ["norm", "dropout", "leaf", "for a while"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_mode_that_forward_sets_is_kept(how: str, stages: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = FrozenInForward(how)
+    nn.init.normal_(model.block.norm.running_mean)
+    assert_same(model, {"x": X}, tmp_path, stages)
