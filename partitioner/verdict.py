@@ -6,17 +6,20 @@ before.
 
 `state_between_calls` finds state that forward keeps in attributes. A stage has parameters and
 buffers, but no other memory: if the next call has other results because of attributes that a call
-has set, the model has other memory.
+has set, the model has other memory. `gradients_asked` finds a forward that computes something else
+where gradients are recorded.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +39,9 @@ from .capture.model_state import (
     seed_all,
     unchanged,
 )
+from .capture.patches import CURE as GRADIENTS_CURE
 from .capture.sizes import sizes_text
+from .capture.source_lines import is_user_file, place
 
 TOLERANCE = 1e-4
 MOST_BY_ROUNDING = 100 * TOLERANCE
@@ -225,10 +230,7 @@ def state_between_calls(
         if forgotten:
             break
     kept = next_results(False, moves)
-    if forgotten.keys() == kept.keys() and all(
-        torch.equal(value, kept[name]) or bool(value.isnan().any())
-        for name, value in forgotten.items()
-    ):
+    if _are_equal(forgotten, kept):
         return None
     where = next(filter(None, (_line(model, name) for name in names)), "")
     return (
@@ -294,3 +296,41 @@ def _line(model: nn.Module, name: str) -> str:
     writes = re.compile(rf"\bself\.{re.escape(attribute)}\b(?:\[.*\])?(?:\s*[-+*/]?=[^=]|\.)")
     writing = [number for number, line in enumerate(lines) if writes.search(line)]
     return f" ({Path(file).name}:{start + writing[-1]})" if writing else ""
+
+
+def gradients_asked(
+    model: nn.Module, call: Callable[[bool], Mapping[str, Tensor]]
+) -> tuple[str, str] | None:
+    """The error and its cure, if results with gradients differ from those without.
+
+    `call` makes the results from equal parameters, buffers and random numbers, with gradients or
+    under `torch.no_grad()`.
+    """
+    places_asked: list[str] = []
+
+    def watch(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and function is torch.is_grad_enabled:
+            if is_user_file(frame.f_code.co_filename):
+                places_asked.append(place(frame, frame.f_lineno))
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        recorded = call(True)
+    finally:
+        sys.setprofile(before)
+    plain = call(False)
+    if _are_equal(recorded, plain):
+        return None
+    where = places_asked[0] if places_asked else f"forward of {type(model).__name__}"
+    return (
+        f"{where} computes other results with gradients than under torch.no_grad().",
+        GRADIENTS_CURE,
+    )
+
+
+def _are_equal(results: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    return results.keys() == others.keys() and all(
+        torch.equal(value, others[name]) or bool(value.isnan().any())
+        for name, value in results.items()
+    )

@@ -42,7 +42,6 @@ from .capture.model_state import (
     without_cache,
     working_copies,
 )
-from .capture.patches import gradients_asked
 from .capture.sizes import (
     Attempted,
     Sample,
@@ -65,6 +64,7 @@ from .verdict import (
     attributes_of,
     doubled,
     follow,
+    gradients_asked,
     not_repeatable,
     rounding_or_defect,
     state_between_calls,

@@ -10,8 +10,8 @@ state in which the previous stage ended; a seed inside forward would have to be 
 next stage, and would repeat the same numbers in every micro-batch.
 
 `watched_gradients`: forward may ask whether gradients are recorded, which a pipeline does in
-training and not in evaluation. The tracer answers in place of torch. `gradients_asked` finds
-questions through references that no module holds by name, because the results differ.
+training and not in evaluation. The tracer answers in place of torch. Questions through references
+that no module holds by name show in the results (`verdict.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import builtins
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpointing
 
 from ...runtime.errors import CaptureError
-from .source_lines import exchanged, is_user_file, place, user_frames
+from .source_lines import exchanged, place, user_frames
 from .values import Recompute, Region
 
 # `Function.apply` ends in `super().apply`. The patch is on this class between it and C++, so that
@@ -416,34 +416,3 @@ def watched_gradients(recorder: GradientRecorder, model: nn.Module) -> Iterator[
             yield
         finally:
             torch.is_grad_enabled = torch._C.is_grad_enabled = enabled
-
-
-def gradients_asked(
-    model: nn.Module, call: Callable[[bool], Mapping[str, Tensor]]
-) -> tuple[str, str] | None:
-    """The error and its cure, if results with gradients differ from those without.
-
-    `call` makes the results from equal parameters, buffers and random numbers, with gradients or
-    under `torch.no_grad()`.
-    """
-    places_asked: list[str] = []
-
-    def watch(frame: FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and function is torch.is_grad_enabled:
-            if is_user_file(frame.f_code.co_filename):
-                places_asked.append(place(frame, frame.f_lineno))
-
-    before = sys.getprofile()
-    sys.setprofile(watch)
-    try:
-        recorded = call(True)
-    finally:
-        sys.setprofile(before)
-    plain = call(False)
-    if recorded.keys() == plain.keys() and all(
-        torch.equal(value, plain[name]) or bool(value.isnan().any())
-        for name, value in recorded.items()
-    ):
-        return None
-    where = places_asked[0] if places_asked else f"forward of {type(model).__name__}"
-    return f"{where} computes other results with gradients than under torch.no_grad().", CURE
