@@ -19,6 +19,7 @@ from asyncpipe.partitioner.graph.tensor_sums import with_sums
 from asyncpipe.partitioner.planning.choose_devices import choose, sentences, shapes
 from asyncpipe.partitioner.planning.cluster import ANY_HOST, Cluster, cluster_of_hosts
 from asyncpipe.partitioner.planning.parallel_layouts import (
+    TIE,
     Axes,
     LayoutChoice,
     by_devices,
@@ -101,7 +102,7 @@ def test_no_layout_is_faster_and_none_is_below_the_bound(
             chosen(times_ms, on, link)
         return
     choice = chosen(times_ms, on, link)
-    assert choice.best.step_ms <= min(steps) * 1.0101
+    assert choice.best.step_ms <= min(steps) / (1 - TIE) * (1 + 1e-9)
     assert choice.bound_ms <= min(steps) * (1 + 1e-9)
     assert choice.bound_ms <= choice.best.step_ms * (1 + 1e-9)
 
