@@ -352,7 +352,7 @@ def _captured(request: CaptureRequest, trace: Trace, automatic: AutomaticLeaves 
             if ones := _free_ones(request, dims):
                 # A dimension of one may be squeezed away, as that of a single category.
                 for symbol in ones:
-                    notes.append(f"{places(dims, symbol)} is fixed at 1: forward fails for more")
+                    notes.append(f"{places(dims, symbol)} is fixed at 1, as in the example")
                     dims = without_symbol(dims, symbol)
                 continue
             if isinstance(error, PinnedSizeError):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -90,17 +91,18 @@ def _unsaved_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def _are_equal(ours: Any, theirs: Any, depth: int = _DEEPEST) -> bool:
-    """True if two attributes are equal, or deeper than is looked."""
-    if ours is theirs or not depth:
+    """True if two attributes are equal; False if they go deeper than is looked."""
+    if ours is theirs:
         return True
-    if type(ours) is not type(theirs):
+    if type(ours) is not type(theirs) or not depth:
         return False
     below = partial(_are_equal, depth=depth - 1)
     match ours:
         case Tensor():
             return _are_equal_tensors(ours, theirs)
-        case nn.Module():
-            return True  # registered ones are compared apart
+        case nn.Module():  # not registered: its weights would be those of its construction
+            has_tensors = any(True for _ in chain(ours.parameters(), ours.buffers()))
+            return not has_tensors and is_equal(ours, theirs)
         case Mapping():
             return list(ours) == list(theirs) and all(map(below, ours.values(), theirs.values()))
         case list() | tuple():
@@ -114,10 +116,16 @@ def _are_equal(ours: Any, theirs: Any, depth: int = _DEEPEST) -> bool:
     if any("__eq__" in vars(kind) for kind in type(ours).__mro__[:-1]):
         same = ours == theirs
         return bool(same.all() if hasattr(same, "all") else same)
-    return below(getattr(ours, "__dict__", None), getattr(theirs, "__dict__", None))
+    return below(_fields(ours), _fields(theirs))
 
 
 _OF_PARTIAL = ("func", "args", "keywords")
+
+
+def _fields(value: Any) -> list[Any]:
+    """What an object of a class without `==` holds."""
+    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [getattr(value, "__dict__", None), *(getattr(value, name, None) for name in names)]
 
 
 def _given(function: FunctionType) -> list[Any]:

@@ -212,6 +212,13 @@ def clipped(x: Tensor, limit: float) -> Tensor:
     return x.clamp(-limit, limit)
 
 
+class Slot:
+    __slots__ = ("limit",)
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+
+
 class Clip(nn.Module):
     """Clips at a limit that it keeps in one of several ways."""
 
@@ -234,6 +241,8 @@ class Clip(nn.Module):
             self.kept = partial(clipped, limit=limit)
         if how == "in a closure":
             self.kept = lambda x: clipped(x, limit)
+        if how == "in a slot":
+            self.kept = Slot(limit)
         if how == "in a method":
             self._limit = limit
             self.kept = self.clip
@@ -252,12 +261,14 @@ class Clip(nn.Module):
             return torch.minimum(x, self.unsaved)
         if self.how == "in an enumeration":
             return clipped(x, 20.0) if self.kept is Kind.HARD else x
+        if self.how == "in a slot":
+            return clipped(x, self.kept.limit)
         return self.kept(x)
 
 
 HOWS = (
     "private", "in a dict", "in a tensor", "in a buffer", "in an enumeration", "in a partial",
-    "in a closure", "in a method",
+    "in a closure", "in a method", "in a slot",
 )  # fmt: skip
 
 
@@ -278,6 +289,26 @@ def test_it_is_made_with_the_default_that_it_has(how: str, tmp_path: Path) -> No
     asyncpipe.partition(model, X, stages=2, output=tmp_path, profile="analytic", leaves=["Clip"])
     pipe = asyncpipe.load(tmp_path)
     torch.testing.assert_close(pipe(900 * X), model(900 * X))
+
+
+class Hides(nn.Module):
+    """Its layer is in no state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(6, 6)]
+        nn.init.eye_(self.layers[0].weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+def test_a_module_that_hides_weights_is_not_made_again(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Hides(), nn.Linear(6, 6))
+    with pytest.raises(PlanError, match="builds no module"):
+        asyncpipe.partition(
+            model, X, stages=2, output=tmp_path, profile="analytic", leaves=["Hides"]
+        )
 
 
 class Named(Clip):

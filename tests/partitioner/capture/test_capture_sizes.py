@@ -281,4 +281,4 @@ def test_a_single_column_that_forward_squeezes_away_stays_one() -> None:
     inputs = {"kind": torch.tensor([[0], [2], [1]]), "words": torch.randint(20, (3, 7))}
     captured = capture(Categories(), inputs)
     assert captured.sizes == {"batch": 3, "words_sequence": 7}
-    assert "dimension 1 of kind is fixed at 1: forward fails for more" in captured.notes
+    assert "dimension 1 of kind is fixed at 1, as in the example" in captured.notes
