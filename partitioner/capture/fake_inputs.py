@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -124,6 +125,15 @@ class _NamedSizes(ShapeEnv):
         return PinnedSizeError(name, where, value, f"Write it for the whole tensor: {cure}")
 
 
+@cache
+def _run_first_backward() -> None:
+    """torch starts a thread with its first backward for each GPU, and no fork of this process can
+    run a backward then, as the ranks of a notebook do. With fake tensors it makes up a GPU where
+    there is none: a backward before that starts no thread."""
+    if torch.version.cuda and not torch.cuda.is_available():
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+
+
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A FakeTensorMode with a faster cache for symbolic sizes.
 
@@ -185,6 +195,7 @@ class FakeWorld:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        _run_first_backward()
         self.env = _NamedSizes()
         self.mode = _FakeMode(shape_env=self.env, allow_non_fake_inputs=True, static_shapes=True)
         self.symbols: dict[str, Any] = {}

@@ -34,8 +34,8 @@ from .mode_branches import TRAINING_CURE, Calls, branched, modes_differ
 from .mode_merge import Different, calls_made, merge, write_decision
 from .model_state import in_mode, is_on_meta, silent, without_cache
 from .patches import CURE as GRADIENTS_CURE
-from .patches import LenNeeded, patched, watched_gradients, watched_seeds
-from .random_numbers import watched_draws
+from .patches import LenNeeded, patched, watched_gradients
+from .random_numbers import watched_draws, watched_seeds
 from .readings import Shadow
 from .size_guards import add_size_guards
 from .sizes import enlarged, resized, sizes_in, smaller_sizes

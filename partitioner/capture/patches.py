@@ -1,13 +1,9 @@
 """Patches for a block: calls that a torch function mode cannot see are reported to the tracer.
 
 `patched`: module calls, autograd functions, autocast and grad regions, and assignments of buffers
-are plain Python to torch. Each is patched on its class, and restored on any exception.
+are plain Python or C++ to torch. Each is patched on its class, and restored on any exception.
 
 `Recomputes`: calls of `torch.utils.checkpoint.checkpoint`, whose operations run again in backward.
-
-`watched_seeds`: forward must not set the state of torch's generator. A stage continues with the
-state in which the previous stage ended; a seed inside forward would have to be undone in the
-next stage, and would repeat the same numbers in every micro-batch.
 
 `watched_gradients`: forward may ask whether gradients are recorded, which a pipeline does in
 training and not in evaluation. The tracer answers in place of torch. Questions through references
@@ -18,6 +14,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
@@ -29,16 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
 from torch.autograd import Function
+from torch.autograd.function import FunctionMeta
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpointing
 
-from ...runtime.errors import CaptureError
-from .source_lines import exchanged, place, user_frames
+from .source_lines import exchanged
 from .values import Recompute, Region
 
-# `Function.apply` ends in `super().apply`. The patch is on this class between it and C++, so that
-# it also works for an `apply` that somebody has stored.
-_Super: Any = Function.__mro__[1]
 _call: Callable[..., Any] = nn.Module.__call__
 
 
@@ -64,6 +58,10 @@ class PatchRecorder(Protocol):
     def is_known(self, tensor: Any) -> bool:
         """True if the values of a tensor follow from sizes only."""
 
+    @property
+    def is_recording(self) -> bool:
+        """True while forward's own code runs."""
+
     regions: list[Region]
 
 
@@ -72,13 +70,12 @@ def original_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return _call(module, *args, **kwargs)
 
 
-original_apply: Callable[..., Any] = Function.__dict__["apply"].__func__
-"""torch's own `Function.apply`, called with the class first."""
+_apply = Function.__dict__["apply"]
 
 
-def plain_apply(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls the C++ function in which `Function.apply` ends."""
-    return super(_Super, function).apply(*args, **kwargs)
+def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+    """torch's own `function.apply`, as a function of a module, which fx needs for a target."""
+    return _apply.__get__(None, function)(*args, **kwargs)
 
 
 @contextmanager
@@ -164,26 +161,80 @@ def _patched_modules(recorder: PatchRecorder) -> Iterator[None]:
 def _patched_calls(recorder: PatchRecorder) -> Iterator[None]:
     """Patches calls of autograd functions and of `torch.utils.checkpoint.checkpoint`."""
 
-    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+    def report(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return apply(function, *args, **kwargs)
         return recorder.call_function_class(function, args, kwargs)
 
-    def checkpoint(
-        function: Any, preserve: bool = True, context: Any = None, *_: Any, **__: Any
-    ) -> Iterator[None]:
+    def checkpoint(*args: Any, **kwargs: Any) -> Iterator[None]:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
         with recorder.recomputing(
-            function,
+            given.arguments["fn"],
             use_reentrant=False,
-            preserve_rng_state=preserve,
-            is_selective=context not in (None, checkpointing.noop_context_fn),
+            preserve_rng_state=given.arguments["preserve_rng_state"],
+            is_selective=given.arguments["context_fn"] is not checkpointing.noop_context_fn,
         ):
             yield
 
+    name = "_checkpoint_without_reentrant_generator"
+    name += "_impl" if hasattr(checkpointing, f"{name}_impl") else ""  # from torch 2.14 on
+    signature = inspect.signature(getattr(checkpointing, name))
+    functions: Any = Function
+    their_class: Any = FunctionMeta
     try:
-        _Super.apply = classmethod(apply)
-        with replaced(checkpointing, _checkpoint_without_reentrant_generator=checkpoint):
+        functions.apply = classmethod(report)
+        their_class.__getattribute__ = _through_stored(recorder)
+        with replaced(checkpointing, **{name: checkpoint}):
             yield
     finally:
-        del _Super.apply
+        functions.apply = _apply
+        del their_class.__getattribute__
+
+
+def _through_stored(recorder: PatchRecorder) -> Callable[[type[Function], str], Any]:
+    """How an `apply` that somebody has stored, which no patch replaces, reads the attributes of its
+    class: it gets a `forward` that is the recorder's call.
+
+    The C++ of `apply` reads `_backward_cls`, then `forward`, which it calls without gradients, then
+    `setup_context`, if the class has its own. Its own part is to pass the results on.
+    """
+    begun: list[tuple[type[Function], bool]] = []  # the class, and if gradients were recorded
+    ended: list[type[Function]] = []
+
+    def attribute(function: type[Function], name: str) -> Any:
+        value = type.__getattribute__(function, name)
+        if not recorder.is_recording:
+            return value
+        if name == "_backward_cls":
+            begun[:] = [(function, torch.is_grad_enabled())]
+        elif name == "forward" and begun and begun[0][0] is function:
+            return functools.partial(called, *begun.pop())
+        elif name == "setup_context" and function in ended:
+            ended.remove(function)
+            return _pass_on
+        return value
+
+    def called(function: type[Function], has_gradient: bool, *args: Any, **kwargs: Any) -> Any:
+        has_own = type.__getattribute__(function, "setup_context") is not Function.setup_context
+        context, given = (None, args) if has_own else (args[0], args[1:])
+        with torch.set_grad_enabled(has_gradient):
+            results = recorder.call_function_class(function, given, kwargs)
+        if has_own:
+            ended.append(function)
+        else:
+            _pass_on(context, given, results)
+        return results
+
+    return attribute
+
+
+def _pass_on(context: Any, inputs: tuple[Any, ...], results: Any) -> None:
+    """Tells an outer autograd function what an inner one has made of its inputs."""
+    values = results if isinstance(results, tuple) else (results,)
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    context.mark_dirty(*(value for value in tensors if any(value is given for given in inputs)))
+    context.mark_non_differentiable(*(value for value in tensors if not value.requires_grad))
 
 
 @contextmanager
@@ -338,48 +389,6 @@ def reentrant(
         recomputing(function, use_reentrant=True, preserve_rng_state=preserve_rng_state),
     ):
         return function(*args)
-
-
-_REFUSED = {
-    "manual_seed": "seeds", "seed": "seeds", "set_state": "sets the state of",
-    "initial_seed": "reads the seed of",
-}  # fmt: skip
-
-
-class Recording(Protocol):
-    @property
-    def is_recording(self) -> bool:
-        """True while forward's own code runs."""
-
-
-class _Watched:
-    """Stands in for torch's default generator in the functions of torch.random."""
-
-    def __init__(self, generator: torch.Generator, recorder: Recording) -> None:
-        self._generator, self._recorder = generator, recorder
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _REFUSED and self._recorder.is_recording:
-            frame = next(iter(user_frames(None)), sys._getframe(1))
-            raise CaptureError(
-                f"{place(frame, frame.f_lineno)} {_REFUSED[name]} torch's random generator inside "
-                "forward, which one stage cannot do for the others.",
-                "Seed before the call of the model; keep constant numbers in a "
-                "buffer: self.register_buffer(name, tensor).",
-            )
-        return getattr(self._generator, name)
-
-
-@contextmanager
-def watched_seeds(recorder: Recording) -> Iterator[None]:
-    """Raises CaptureError if the block sets the state of torch's default generator."""
-    functions: Any = torch.random
-    generator = functions.default_generator
-    functions.default_generator = _Watched(generator, recorder)
-    try:
-        yield
-    finally:
-        functions.default_generator = generator
 
 
 CURE = "Use self.training instead: gradients are recorded in training only."

@@ -5,6 +5,8 @@ number of the example. `watched_draws` makes the functions of `random` and `np.r
 the tracer during a trace, wherever a module imported them to. Draws from other generators raise an
 error with the line; draws that bypass the patches show in the generators' states afterwards.
 
+`watched_seeds`: forward must not set the state of torch's generator.
+
 `RandomDraws` detects operators of torch that draw random numbers.
 """
 
@@ -28,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...runtime.errors import CaptureError
 from ...runtime.rng import number_state, numbers_kept
-from .source_lines import exchanged, is_library_file, is_user_file, place
+from .source_lines import exchanged, is_library_file, is_user_file, place, user_frames
 
 _CURE = (
     "Draw with torch (torch.rand, torch.randint, torch.randperm), or one number at a time with "
@@ -64,15 +66,17 @@ class Draw:
         return hash(self.text)
 
 
-class DrawRecorder(Protocol):
+class Recording(Protocol):
+    @property
+    def is_recording(self) -> bool:
+        """True while forward's own code runs."""
+
+
+class DrawRecorder(Recording, Protocol):
     """The tracer, as the patches see it."""
 
     def draw(self, draw: Draw, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Stands in for `draw(*args, **kwargs)`."""
-
-    @property
-    def is_recording(self) -> bool:
-        """True while forward's own code runs."""
 
 
 def _global_functions() -> dict[int, Draw]:
@@ -290,6 +294,46 @@ def _kind(value: Any) -> type | None:
     if isinstance(value, (bool, int, np.integer, np.bool_)):
         return int
     return float if isinstance(value, (float, np.floating)) else None
+
+
+_REFUSED = {
+    "manual_seed": "seeds", "seed": "seeds", "set_state": "sets the state of",
+    "initial_seed": "reads the seed of",
+}  # fmt: skip
+
+
+class _Watched:
+    """Stands in for torch's default generator in the functions of torch.random."""
+
+    def __init__(self, generator: torch.Generator, recorder: Recording) -> None:
+        self._generator, self._recorder = generator, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _REFUSED and self._recorder.is_recording:
+            frame = next(iter(user_frames(None)), sys._getframe(1))
+            raise CaptureError(
+                f"{place(frame, frame.f_lineno)} {_REFUSED[name]} torch's random generator inside "
+                "forward, which one stage cannot do for the others.",
+                "Seed before the call of the model; keep constant numbers in a "
+                "buffer: self.register_buffer(name, tensor).",
+            )
+        return getattr(self._generator, name)
+
+
+@contextmanager
+def watched_seeds(recorder: Recording) -> Iterator[None]:
+    """Raises CaptureError if the block sets the state of torch's default generator.
+
+    A stage continues with the state in which the previous stage ended; a seed inside forward would
+    have to be undone in the next stage, and would repeat the same numbers in every micro-batch.
+    """
+    functions: Any = torch.random
+    generator = functions.default_generator
+    functions.default_generator = _Watched(generator, recorder)
+    try:
+        yield
+    finally:
+        functions.default_generator = generator
 
 
 class RandomDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import sympy
@@ -37,9 +37,8 @@ from .patches import (
     WITHOUT_HISTORY,
     LenNeeded,
     Recomputes,
-    original_apply,
+    apply,
     original_call,
-    plain_apply,
     reentrant,
 )
 from .random_numbers import Draw, RandomDraws, has_hidden_draws, number_kind
@@ -48,7 +47,7 @@ from .size_guards import SizeDecisions
 from .source_lines import is_user_file, place, user_frames, where
 from .values import READERS, CallRecord, CallSite, ModuleCall, Region, known_numbers
 
-_DATA: Any = Tensor.data
+_DATA, _HOOKS = cast(Any, Tensor.data), cast(Any, Tensor._backward_hooks)
 
 
 class Tracer(TorchFunctionMode):
@@ -176,6 +175,8 @@ class Tracer(TorchFunctionMode):
                 data = self.__torch_function__(_DATA.__get__, types, args[:1])
                 self.__torch_function__(Tensor.copy_, types, (data, args[1]))
             return None
+        if func == _HOOKS.__set__:  # by torch, for an input that an autograd function has changed
+            return run(*args)
         if refused := refusal(func, (*args, *kwargs.values())):
             what, cure = refused
             raise CaptureError(f"{where(self._top)} {what}", cure)
@@ -338,14 +339,14 @@ class Tracer(TorchFunctionMode):
         self, function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not self._recording:
-            return plain_apply(function, args, kwargs)
+            return apply(function, *args, **kwargs)
         if function is CheckpointFunction:
             return reentrant(self.recomputing, *args)
-        apply = MethodType(original_apply, function)
+        bound = MethodType(apply, function)
         args, kwargs = self._world.twins((args, kwargs))
         return self._recorded(
-            lambda *given: self._run(apply, *given),
-            lambda given, named: ("call_function", apply, given, named),
+            lambda *given: self._run(bound, *given),
+            lambda given, named: ("call_function", bound, given, named),
             args,
             kwargs,
         )

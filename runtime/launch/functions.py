@@ -101,9 +101,23 @@ def _run(
         torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     try:
+        if is_fork:
+            _check_backward()
         with exits_as_errors():
             return function(*arguments)
     except BaseException as error:
         left = RankFolder(Path(folder))
         left.write(failure_of(error, rank, "", None))
         raise
+
+
+def _check_backward() -> None:
+    """Raises SettingsError if this fork can run no backward."""
+    try:
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise SettingsError(
+            "this notebook has run a backward, and torch has started threads for its GPUs, so its "
+            "forks cannot run one.",
+            "Restart it and call launch first, or put the function into a file of its own.",
+        ) from error

@@ -207,8 +207,7 @@ def test_a_failing_forward_leaves_no_trace() -> None:
         nn.Module.__call__, nn.Module.__setattr__, torch.autograd.Function.__dict__["apply"],
         torch.autocast.__enter__, torch.autocast.__exit__,
     )  # fmt: skip
-    assert methods[:2] + methods[3:] == now[:2] + now[3:]
-    assert methods[2].__func__ is now[2].__func__
+    assert methods == now and "__getattribute__" not in vars(type(torch.autograd.Function))
     assert torch.ones(2).add(1).sum() == 4
 
 

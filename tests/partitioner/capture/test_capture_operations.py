@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from asyncpipe.partitioner.capture import LocalDevice, Region, capture, colocated, in_order
+from asyncpipe.partitioner.capture import Capture, LocalDevice, Region, capture, colocated, in_order
 from asyncpipe.runtime.errors import CaptureError
 from asyncpipe.tests.support.oracles.captures import (
     X,
@@ -78,23 +78,86 @@ class _Applies(nn.Module):
         return _Double.apply(self.a(x)) + 1
 
 
+def applied(captured: Capture) -> list[Any]:
+    """The classes of the autograd functions that the graph calls."""
+    owners = [getattr(target, "__self__", None) for target in targets(captured)]
+    return [owner for owner in owners if isinstance(owner, type)]
+
+
 def test_an_autograd_function_is_one_call() -> None:
-    captured = checked(_Applies(), x=X)
-    assert _Double.apply in targets(captured)
-    assert node_of(captured, _Double.apply).target.__self__ is _Double
+    assert applied(checked(_Applies(), x=X)) == [_Double]
 
 
-_stored_apply = _Double.apply
+class _Above(torch.autograd.Function):
+    """The values above a limit, and where they are."""
+
+    @staticmethod
+    def forward(x: Tensor, limit: float = 0.5) -> tuple[Tensor, Tensor]:
+        above = x > limit
+        return x * above, above
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(output[1].float())
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None]:
+        return gradient * ctx.saved_tensors[0] * 5, None
+
+
+class _DoubleInPlace(_Double):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+
+class _InPlaceApart(_Double):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_dirty(inputs[0])
+
+
+_double, _above = _Double.apply, _Above.apply
+_double_in_place, _in_place_apart = _DoubleInPlace.apply, _InPlaceApart.apply
 
 
 class _StoredApply(_Applies):
+    of_class = _Double.apply
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = _Double.apply
+
     def forward(self, x: Tensor) -> Tensor:
-        return _stored_apply(self.a(x)) + 1
+        x = self.a(x)
+        above, where = _above(_double(x) + self.function(x), 0.1)
+        changed = _in_place_apart(_double_in_place(x.sin()) + 1)
+        with torch.no_grad():
+            known = _double(x)
+        return above * where + changed + self.of_class(x) * known
 
 
 def test_a_stored_apply_is_a_call_of_its_class() -> None:
-    captured = checked(_StoredApply(), x=X)
-    assert node_of(captured, _Double.apply).target.__self__ is _Double
+    assert applied(checked(_StoredApply(), x=X)) == [
+        *(_Double, _Double, _Above, _DoubleInPlace, _InPlaceApart, _Double, _Double),
+    ]
+
+
+class _Asks(_Applies):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return x + (1 if _above(x)[1].requires_grad else 2)
+
+
+def test_a_result_of_a_stored_apply_that_has_no_gradient_says_so() -> None:
+    captured = checked(_Asks(), x=X)
+    assert node_of(captured, operator.add).args[1] == 2
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

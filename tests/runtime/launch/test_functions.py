@@ -43,6 +43,10 @@ NOTEBOOK = """
 import os, sys, torch, asyncpipe
 del sys.modules["__main__"].__file__  # as in a notebook
 torch.randn(500, 500) @ torch.randn(500, 500)  # its threads have started
+from asyncpipe.partitioner.capture.fake_inputs import FakeWorld
+with FakeWorld(torch.nn.Linear(2, 2)).mode:  # as a partition does, and it runs a backward
+    torch.ones(2)
+torch.ones((), requires_grad=True).backward()
 def here():
     x = torch.randn(500, 500, requires_grad=True)
     (x @ x).sum().backward()
@@ -87,6 +91,27 @@ def test_ctrl_c_is_what_python_calls_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_function_of_a_notebook_runs_in_forks_of_it(tmp_path: Path) -> None:
     assert printed(tmp_path, NOTEBOOK, Path(sys.executable)) == ["[0, 1]"]
+
+
+BEFORE_FORKS = """
+import sys, torch, asyncpipe
+del sys.modules["__main__"].__file__
+def fails(tensor):  # as torch does in a fork of a process that used a GPU
+    raise RuntimeError("Unable to handle autograd's threading")
+torch.Tensor.backward = fails
+def here():
+    print("must not be called")
+try:
+    asyncpipe.launch(here, ranks=2)
+except Exception as error:
+    print(error)
+"""
+
+
+def test_forks_that_can_run_no_backward_say_so(tmp_path: Path) -> None:
+    what, cure = printed(tmp_path, BEFORE_FORKS, Path(sys.executable))
+    assert "this notebook has run a backward" in what and "its forks cannot run one" in what
+    assert cure.startswith("Restart it and call launch first")
 
 
 ENDLESS = """

@@ -269,9 +269,10 @@ def _prepare() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a fork does not have the threads of a pool
     clustered_points(_MLP_FEATURES, CLUSTER_CLASSES)
-    with tempfile.TemporaryDirectory() as folder, _own_surroundings(folder):
-        sys.argv = ["asyncpipe-partition", "--model", "mlp", "--stages", "2", "--output", "mlp"]
-        assert not run_command(app)
+    if torch.version.cuda is None:  # else a fork of a process that ran a backward can run none
+        with tempfile.TemporaryDirectory() as folder, _own_surroundings(folder):
+            sys.argv = ["asyncpipe-partition", "--model", "mlp", "--stages", "2", "--output", "mlp"]
+            assert not run_command(app)
     torch.set_num_threads(threads)
 
 
