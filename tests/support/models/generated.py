@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import asyncpipe
 from asyncpipe.partitioner import capture_and_profile
 from asyncpipe.partitioner.capture.graph import Capture
 from asyncpipe.partitioner.capture_and_profile import capture_source
+from asyncpipe.partitioner.compile import partition  # before any patch, which it would keep
 from asyncpipe.partitioner.models.builtin import ResNet
 from asyncpipe.partitioner.models.load import ModelSource, load_model
 from asyncpipe.partitioner.planning.options import PartitionOptions
@@ -144,7 +144,7 @@ def cut(case: Case, stages: int, folder: Path, **running: Any) -> Path:
 def _partition(name: str, case: Case, stages: int, folder: Path, running: dict[str, Any]) -> None:
     """Partitions a case, which is captured once in a process."""
     with mock.patch.object(capture_and_profile, "capture_source", partial(_capture_of, name)):
-        asyncpipe.partition(
+        partition(
             _model_of(name),
             case.example_inputs,
             stages=stages,
