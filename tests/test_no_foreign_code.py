@@ -51,6 +51,7 @@ ALLOWED = {
     ("partitioner/loaded_code.py", "sys.path"): "names of files that could be imported, unread",
     ("__init__.py", "import_module"): "public names of our own",
     ("cli.py", "import_module"): "our commands",
+    ("runtime/launch/functions.py", "cloudpickle"): "what a notebook and its own ranks exchange",
     ("runtime/launch/worker.py", "import_module"): "a module that the starting process names",
     ("runtime/communication/session.py", "import_module"): "a task of the table",
     ("runtime/data/tokens.py", "import_module"): "a module of Python",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -23,6 +26,8 @@ from ..process import die_with
 from ..user_code import exits_as_errors
 from .local import quiet_agent
 
+_TRIAL_S = 60.0
+
 
 def launch(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
     """Calls `function(*arguments)` in as many new processes as there are ranks, and returns what it
@@ -31,8 +36,10 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[An
     Each process finds its rank in its environment, as under torchrun, so that
     `asyncpipe.Pipeline(...)` joins the others; all connections are on this machine. The processes
     import a script again to find its function, so the script calls `launch` under
-    `if __name__ == "__main__":`. A function of a notebook runs in forks of it. Arguments and
-    results travel as pickles between these processes alone.
+    `if __name__ == "__main__":`. A function of a notebook runs in forks of it, or in processes that
+    get it by value with all that it refers to, where forks cannot train: a notebook that has used a
+    GPU, or has run a backward beside one. Arguments and results travel as pickles between these
+    processes alone.
 
     function: called in every process.
     arguments: its arguments.
@@ -48,13 +55,7 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[An
             "launch was called in a process that is a rank already.",
             "Call the function itself, or start the script without a launcher.",
         )
-    has_file = hasattr(sys.modules["__main__"], "__file__")
-    forks = getattr(function, "__module__", "") == "__main__" and not has_file
-    if forks and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise SettingsError(
-            "this notebook uses CUDA already, so its forks cannot.",
-            "Restart it and call launch first, or put the function into a file of its own.",
-        )
+    call, forks = _sent(partial(function, *arguments))
     with tempfile.TemporaryDirectory(prefix="asyncpipe-") as folder:
         left = RankFolder(Path(folder))
         left.path.mkdir()
@@ -64,7 +65,7 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[An
             local_world_size=ranks,
             rdzv_handler=meeting,
             entrypoint=_run,
-            args=(function, arguments, folder, forks, os.getpid()),
+            args=(call, folder, forks, os.getpid()),
             max_restarts=0,
             monitor_interval=0.1,
             local_addr="127.0.0.1",
@@ -86,13 +87,7 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[An
         return [result.return_values[rank] for rank in range(ranks)]
 
 
-def _run(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    folder: str,
-    is_fork: bool,
-    starter: int,
-) -> Any:
+def _run(call: Callable[[], Any], folder: str, is_fork: bool, starter: int) -> Any:
     """Runs one rank; leaves its error in the folder. It ends with the process that started it."""
     die_with(starter)
     if is_fork:
@@ -101,23 +96,56 @@ def _run(
         torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     try:
-        if is_fork:
-            _check_backward()
         with exits_as_errors():
-            return function(*arguments)
+            return call()
     except BaseException as error:
         left = RankFolder(Path(folder))
         left.write(failure_of(error, rank, "", None))
         raise
 
 
-def _check_backward() -> None:
-    """Raises SettingsError if this fork can run no backward."""
+def _sent(call: partial[Any]) -> tuple[Any, bool]:
+    """The call as its ranks get it, and if they are forks."""
+    has_file = hasattr(sys.modules["__main__"], "__file__")
+    if has_file or getattr(call.func, "__module__", "") != "__main__":
+        return call, False
+    if _forks_can_train():
+        return call, True
+    return _ByValue(partial(_returned_by_value, call)), False
+
+
+class _ByValue:
+    """An object that pickles with the functions and classes of a notebook, which no other process
+    could import, and that is the object itself where it arrives."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return cloudpickle.loads, (cloudpickle.dumps(self._value),)
+
+
+def _returned_by_value(call: Callable[[], Any]) -> _ByValue:
+    return _ByValue(call())
+
+
+def _forks_can_train() -> bool:
+    """Tries it: forks of a process that has used a GPU cannot use one, and those of a process in
+    which torch has started threads for the backward of GPUs can run no backward."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    trial = multiprocessing.get_context("fork").Process(target=_run_backward)
+    trial.start()
+    trial.join(_TRIAL_S)
+    if trial.exitcode is None:
+        trial.kill()
+    return trial.exitcode == 0
+
+
+def _run_backward() -> None:
+    torch.set_num_threads(1)
     try:
         torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        raise SettingsError(
-            "this notebook has run a backward, and torch has started threads for its GPUs, so its "
-            "forks cannot run one.",
-            "Restart it and call launch first, or put the function into a file of its own.",
-        ) from error
+    except RuntimeError:
+        os._exit(1)  # without a traceback
+    os._exit(0)

@@ -93,25 +93,43 @@ def test_a_function_of_a_notebook_runs_in_forks_of_it(tmp_path: Path) -> None:
     assert printed(tmp_path, NOTEBOOK, Path(sys.executable)) == ["[0, 1]"]
 
 
-BEFORE_FORKS = """
-import sys, torch, asyncpipe
+WITHOUT_FORKS = """
+import os, sys, torch, asyncpipe
 del sys.modules["__main__"].__file__
-def fails(tensor):  # as torch does in a fork of a process that used a GPU
-    raise RuntimeError("Unable to handle autograd's threading")
-torch.Tensor.backward = fails
-def here():
-    print("must not be called")
+class Found:
+    def __init__(self, rank):
+        self.rank = rank
+scale, starter = torch.tensor(10), os.getpid()
+def here(added, *, kind=Found):
+    torch.ones((), requires_grad=True).backward()
+    return kind(int(os.environ["RANK"]) * int(scale) + added)
+def prepare():
+    {prepared}
+prepare()
+found = asyncpipe.launch(here, 7, ranks=2)
+print([each.rank for each in found], all(isinstance(each, Found) for each in found))
+def fails():
+    raise ValueError("no such sheep")
 try:
-    asyncpipe.launch(here, ranks=2)
+    asyncpipe.launch(fails, ranks=2)
 except Exception as error:
-    print(error)
+    print(error.what)
+"""
+UNABLE = """
+    def backward(tensor):  # as torch's in a fork of a process that used a GPU
+        raise RuntimeError("Unable to handle autograd's threading")
+    torch.Tensor.backward = backward
 """
 
 
-def test_forks_that_can_run_no_backward_say_so(tmp_path: Path) -> None:
-    what, cure = printed(tmp_path, BEFORE_FORKS, Path(sys.executable))
-    assert "this notebook has run a backward" in what and "its forks cannot run one" in what
-    assert cure.startswith("Restart it and call launch first")
+@pytest.mark.parametrize("prepared", [UNABLE, "torch.cuda.is_initialized = lambda: True"])
+def test_a_function_of_a_notebook_whose_forks_cannot_train_runs_in_new_processes(
+    prepared: str, tmp_path: Path
+) -> None:
+    text = WITHOUT_FORKS.format(prepared=prepared)
+    found, failed = printed(tmp_path, text, Path(sys.executable))
+    assert found == "[7, 17] True"
+    assert "failed: ValueError: no such sheep" in failed
 
 
 ENDLESS = """
