@@ -130,12 +130,15 @@ def _range_of(figures: Sequence[Mapping[str, float]]) -> str:
 
 
 def start_times() -> str:
-    """The table of the seconds of each phase before the first step."""
-    table = json.loads((HERE / "results" / "start_times.json").read_text())["median_seconds"]
+    """The table of the seconds of each phase before the first step, beside a former version's."""
+    result = json.loads((HERE / "results" / "start_times.json").read_text())
+    table, former = result["median_seconds"], result["former_median_seconds"]
     phases = list(dict.fromkeys(phase for row in table.values() for phase in row))
-    lines = [f"| | {' | '.join(phases)} |", f"|---|{'--:|' * len(phases)}"]
+    lines = [f"| | former | ratio | {' | '.join(phases)} |", f"|---|{'--:|' * (len(phases) + 2)}"]
     for name, row in table.items():
-        cells = (f"{row[phase]:.1f}" if phase in row else "" for phase in phases)
+        before_s = former[name]["total"]
+        cells = [f"{before_s:.1f}", f"{row['total'] / before_s:.2f}"]
+        cells += [f"{row[phase]:.1f}" if phase in row else "" for phase in phases]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

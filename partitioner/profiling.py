@@ -69,8 +69,8 @@ from .stage_timing import StageTiming, rescaled, time_stages
 _WORTH = 0.02
 """The gain, as a share of the objective, that a new plan must promise before it is timed."""
 _SWEEPS = 10
-_LONG_S = 15.0
-"""The seconds of timing after which no further plan is timed."""
+_LONG_S, _LONG_TIMING_S = 15.0, 6.0
+"""The seconds, of which so many of timing, after which no further plan is timed."""
 _PER_CORE = 2
 """Stages timed at once on each core, at most: two stages displace each other's data from the core's
 caches, as ranks that share a core do. The limit bounds the memory of the timing."""
@@ -153,22 +153,27 @@ class CostGraphs:
 def refined(
     cut: Callable[[Profile], Cut],
     profile: Profile,
-    time: Callable[[Cut], Sequence[WholeTimes]],
+    time: Callable[[Cut, float], Sequence[WholeTimes]],
     *,
     rounds: int = 3,
 ) -> tuple[Profile, Cut]:
-    """Cuts and times the stages repeatedly, `rounds` times at most, and until it has taken long.
+    """Cuts and times the stages repeatedly, `rounds` times at most, and until it has taken long:
+    `time` also gets the seconds that are left for it.
 
     The groups that `cut` places are the same for every profile.
     """
     current = cut(profile)
     timed: list[tuple[Cut, Sequence[WholeTimes]]] = []
-    started_s = monotonic()
+    started_s, left_s = monotonic(), _LONG_TIMING_S
     for _ in range(rounds):
-        timed.append((current, time(current)))
+        begun_s = monotonic()
+        timed.append((current, time(current, left_s)))
+        left_s -= monotonic() - begun_s
         fitted = _fitted(profile, timed)
         after = cut(fitted)
-        if any(_same(after, one) for one, _ in timed) or monotonic() - started_s > _LONG_S:
+        if any(_same(after, one) for one, _ in timed):
+            break
+        if left_s < 0 or monotonic() - started_s > _LONG_S:
             break
         stays_ms = _objective_ms(current.solution, after.solution.problem)
         if after.solution.objective_ms > (1 - _WORTH) * stays_ms:
@@ -298,12 +303,13 @@ def cut_and_time(
         read=not options.no_cache,
     )
 
-    def time(timed_cut: Cut) -> Sequence[WholeTimes]:
+    def time(timed_cut: Cut, left_s: float) -> Sequence[WholeTimes]:
         timing = StageTiming(
             device=device,
             at_once=_at_once(timed_cut, measured),
             threads=measured.threads,
             dtype=measured.dtype,
+            long_s=left_s,
             cache=cache,
             content=measured.content,
             costs=with_copies(measured, timed_cut.captured).nodes,

@@ -47,7 +47,7 @@ from .profile.profiler import Profile, WholeTimes, state_kept
 from .profile.together import CALM, together, usual_times
 from .split.split import StageGraph, names_of_outputs
 
-_LEAST_LAPS, _LAPS, _LONG_S = 2, 4, 8.0  # after these seconds the least number is enough
+_LEAST_LAPS, _LAPS = 2, 4
 _APART, _TOGETHER = 0.06, 0.10  # of the times of parts: of one stage, and of all
 
 
@@ -60,6 +60,7 @@ class StageTiming:
     threads: threads of each stage; None for torch's own number
     dtype: the dtype of a rank's computations
     enough_ms: a stage is timed for so many milliseconds, or until its times hardly vary
+    long_s: after so many seconds two laps over all stages are enough
     cache: stages in it are not timed again
     content: identifies the computation of each node in the cache
     costs: measured costs of the nodes; stages that take as long are timed no more. None: not known
@@ -70,6 +71,7 @@ class StageTiming:
     threads: int | None = None
     dtype: str = "float32"
     enough_ms: float = 2000.0
+    long_s: float = 6.0
     cache: ProfileCache | None = None
     content: Mapping[str, str] = field(default_factory=dict)
     costs: Mapping[str, NodeCost] | None = None
@@ -149,7 +151,7 @@ def _timed(
     is_new = [stored is None for stored in known]
     samples: list[list[WholeTimes]] = [[] for _ in begin]
     times: tuple[WholeTimes, ...] = ()
-    until_s = monotonic() + _LONG_S
+    until_s = monotonic() + timing.long_s
     for lap in range(_LAPS):
         for first in range(0, len(begin), timing.at_once):
             group = _shared_out(

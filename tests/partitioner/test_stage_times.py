@@ -191,8 +191,10 @@ class Clockwork:
     def __init__(self, ms_of_node: Callable[[str], float]) -> None:
         self.ms_of_node = ms_of_node
         self.timed: list[list[int]] = []
+        self.left_s: list[float] = []
 
-    def __call__(self, cut: Cut) -> Sequence[WholeTimes]:
+    def __call__(self, cut: Cut, left_s: float = 0.0) -> Sequence[WholeTimes]:
+        self.left_s.append(left_s)
         self.timed.append([len(stage.nodes) for stage in cut.stages])
         return [
             WholeTimes(total / 3, total * 2 / 3)
@@ -223,13 +225,16 @@ def test_a_cut_moves_to_where_the_times_are_and_agrees_with_them(
     slow = {node.name for node in list(captured.graph.nodes)[1:3]}  # the first two layers
     clockwork = Clockwork(lambda name: 9.0 if name in slow else 3.0)
     with monkeypatch.context() as patched:
-        patched.setattr(profiling, "monotonic", passing(20.0))
+        patched.setattr(profiling, "monotonic", passing(6.5))
         found, chosen = refined(cutter(captured, 2), costs, clockwork)
     assert clockwork.timed == [[3, 3]]  # that took long: the new cut is not timed
     assert [len(stage.nodes) for stage in chosen.stages] == [2, 4]
     clockwork.timed.clear()
-    found, chosen = refined(cutter(captured, 2), costs, clockwork)
-    assert clockwork.timed == [[3, 3], [2, 4]]
+    clockwork.left_s.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(profiling, "monotonic", passing(2.5))
+        found, chosen = refined(cutter(captured, 2), costs, clockwork)
+    assert clockwork.timed == [[3, 3], [2, 4]] and clockwork.left_s == [6.0, 3.5]
     assert [len(stage.nodes) for stage in chosen.stages] == [2, 4]
     assert [sum(pair) for pair in sums(found, chosen)] == pytest.approx([18.0, 12.0])
     assert chosen.solution.loads_ms == pytest.approx((18.0, 12.0))
@@ -241,7 +246,7 @@ def test_the_better_of_two_timed_plans_is_kept_with_its_own_times() -> None:
     captured, costs = tower()
     third = list(captured.graph.nodes)[3].name
 
-    def time(cut: Cut) -> Sequence[WholeTimes]:
+    def time(cut: Cut, left_s: float) -> Sequence[WholeTimes]:
         timed.append([len(stage.nodes) for stage in cut.stages])
         return [
             WholeTimes(
@@ -275,7 +280,7 @@ def test_how_fast_the_machine_is_while_a_plan_is_timed_decides_nothing(seed: int
     def run(speeds: Sequence[float]) -> tuple[Profile, Cut]:
         clockwork, left = Clockwork(ms.__getitem__), iter(speeds)
 
-        def time(made: Cut) -> Sequence[WholeTimes]:
+        def time(made: Cut, left_s: float) -> Sequence[WholeTimes]:
             factor = next(left)
             return [times.scaled(factor) for times in clockwork(made)]
 
