@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,6 +33,14 @@ from ...runtime.errors import CaptureError
 from ...runtime.formatting import kind_of
 from ...runtime.plan.plan import TensorSpec
 from ...runtime.plan.structure import described, fields_of, is_named_tuple, is_record
+
+
+class PassedError(Exception):
+    """A module or a function that forward passes to a function, where a graph cannot hold it."""
+
+    def __init__(self, passed: nn.Module | FunctionType) -> None:
+        kind = "module" if isinstance(passed, nn.Module) else "function"
+        super().__init__(f"{kind} ({getattr(passed, '__name__', type(passed).__name__)})")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -153,6 +154,7 @@ def on_a_copy(model: nn.Module, given: Arguments) -> Runs | None:
             with ExitStack() as aside, in_mode(twin, False), without_cache(twin), silent():
                 # Forward may warn of sizes that do not fit: here that is an answer.
                 aside.enter_context(warnings.catch_warnings(action="ignore"))
+                aside.enter_context(torch.compiler.set_stance("force_eager"))
                 if shared:
                     aside.enter_context(working_copies(twin, Noise.NONE))
                     aside.enter_context(_Restored(twin.parameters()))
@@ -184,24 +186,20 @@ class _Restored(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives the tensors whose memory operations change their values back at its end; copies only
     these, just before the first change."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         storages = (tensor.untyped_storage() for tensor in tensors)
         self._own = {storage._cdata: storage for storage in storages}
         self._before: dict[int, torch.UntypedStorage] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = {
-            each.name: value for each, value in zip(func._schema.arguments, args, strict=False)
-        }
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        changes_nothing = isinstance(func, HigherOrderOperator)
+        arguments = () if changes_nothing else func._schema.arguments
+        given = {each.name: value for each, value in zip(arguments, args, strict=False)}
         given |= kwargs or {}
-        for argument in func._schema.arguments:
+        for argument in arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tree_leaves(given.get(argument.name)):
                     self._keep(tensor.untyped_storage()._cdata if tensor is not None else 0)

@@ -14,7 +14,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...runtime.errors import CaptureError
-from .arguments import map_leaves, named_arguments, plain_structure, tensors_in
-from .fake_inputs import FakeWorld, ModulePassedError, UnseenError, ValuesError
+from .arguments import PassedError, map_leaves, named_arguments, plain_structure, tensors_in
+from .fake_inputs import FakeWorld, UnseenError, ValuesError
 from .model_state import local_device, plain_tensors
 from .source_lines import assigned_names, is_good_name, short_path, user_frames, where
 from .values import (
@@ -223,8 +223,8 @@ class Bindings:
             return size
         if isinstance(leaf, torch.device):
             return LocalDevice() if _same_device(leaf, self._device) else leaf
-        if isinstance(leaf, nn.Module):
-            raise ModulePassedError(type(leaf).__name__)
+        if isinstance(leaf, nn.Module | FunctionType):
+            raise PassedError(leaf)
         if isinstance(leaf, np.ndarray):  # an index, such as x[:, order]
             with _disable_current_modes():
                 return self.node(torch.tensor(leaf))

@@ -26,6 +26,7 @@ import numpy as np
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...runtime.errors import CaptureError
@@ -340,6 +341,8 @@ class RandomDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sets `drawn` to True when an operator draws; `drew_numbers` is for draws of Python and NumPy.
     The reader sets them back to False."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.drawn = self.drew_numbers = False
@@ -348,7 +351,9 @@ class RandomDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.drawn and torch.Tag.nondeterministic_seeded in func.tags:
+        if isinstance(func, HigherOrderOperator):  # what its functions do is not seen here
+            self.drawn = True
+        elif not self.drawn and torch.Tag.nondeterministic_seeded in func.tags:
             self.drawn = _draws(func, args, kwargs)
         return func(*args, **kwargs)
 

@@ -161,7 +161,8 @@ class _Bench:
         own = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
         counter = FlopCounterMode(display=False, custom_mapping=ON_CPU)
         counter.mod_tracker = _NoModules()
-        with counter as flops, counting(self.device, [*given, *own]) as counted:
+        eager = torch.compiler.set_stance("force_eager")  # Dynamo gives up for good under modes
+        with eager, counter as flops, counting(self.device, [*given, *own]) as counted:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 result = self.operation.call(self.module, given)
             forward_flops, kept_bytes = flops.get_total_flops(), counted.live
@@ -197,9 +198,7 @@ class _Bench:
         return OperationCost(
             moved_bytes=sum(map(dense_bytes, [*given, *outputs, *own])),
             internal_bytes=sum(
-                tensor.untyped_storage().nbytes()
-                for key, tensor in saved.items()
-                if key not in known
+                saved[key].untyped_storage().nbytes() for key in saved.keys() - known
             ),
             saved_arguments=tuple(sorted(where[key] for key in saved.keys() & where.keys())),
             saves_result=bool(saved.keys() & allocated),
@@ -421,6 +420,7 @@ class _OfAllocator:
 class _OfOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.supports_higher_order_operators = True
         self.live = self.peak = 0
         self._given = [tensor.untyped_storage() for tensor in given]
         self._known: dict[int, Any] = {storage._cdata: None for storage in self._given}
@@ -428,9 +428,7 @@ class _OfOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def reset(self) -> None:
         self.peak = self.live
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             self._note(tensor.untyped_storage())

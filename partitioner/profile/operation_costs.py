@@ -146,7 +146,8 @@ class CostWalk:
         call = _Call.of(node, self.capture.model, self._resolved((node.args, node.kwargs)))
         try:
             # torch 2.13 damages memory when it copies a fake tensor that a module has stored.
-            with attributes_kept(call.module) if call.module else nullcontext():
+            kept = attributes_kept(call.module) if call.module else nullcontext()
+            with kept, torch.compiler.set_stance("force_eager"):
                 result = thunk()
         except Exception as error:
             # A user's module may read values, which tensors without data do not have.

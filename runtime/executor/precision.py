@@ -212,6 +212,8 @@ def running_on_fake_tensors(plan: Plan, device_type: str = "cpu") -> Iterator[di
 class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every number read from a tensor is 0: so the conditions of guards never refuse."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -38,6 +39,8 @@ class Marks(TorchDispatchMode):  # type: ignore[no-untyped-call]
     steering: the marks of tensors whose values were read by the program
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steering: set[Leaf] = set()
@@ -63,6 +66,11 @@ class Marks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = tree_leaves((args, kwargs))
         read = set[Leaf]().union(*(self.of(each) for each in given if isinstance(each, Tensor)))
         result = func(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator):  # its functions may draw
+            for value in tree_leaves(result):
+                if isinstance(value, Tensor):
+                    self.add(value, read | {DRAWN})
+            return result
         name = func.overloadpacket.__name__
         if name.endswith("_like") or name.startswith("new_"):  # which read shapes alone
             read = set()

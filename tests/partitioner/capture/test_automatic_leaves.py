@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import asyncpipe
 from asyncpipe.partitioner.capture import capture
@@ -358,3 +359,49 @@ def test_a_module_is_copied_without_fake_tensors_that_it_has_stored(
     model = nn.Sequential(nn.Linear(6, 6), Stores(), nn.Linear(6, 6))
     asyncpipe.partition(model, X, stages=2, output=tmp_path, profile="analytic", leaves=["Stores"])
     assert copied and all(kept == {} for kept in copied)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return torch.cond(y.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (y,))
+
+
+class Attending(nn.Module):
+    """Without parameters before it: torch trains no flex attention on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x[:, None, :, None]  # [batch, 1 head, 6 tokens, 1]
+        attended = flex_attention(heads, heads, heads, lambda s, b, h, i, j: s - (i - j).abs())
+        return attended.flatten(1)
+
+
+class Operators(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attending = Attending()
+        self.first = nn.Linear(6, 6)
+        self.branching = Branching()
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.branching(self.first(self.attending(x))))
+
+
+def test_operators_that_take_functions_are_kept_whole_and_still_compile(tmp_path: Path) -> None:
+    model = Operators()
+    plan = asyncpipe.partition(
+        model, {"x": X}, stages=2, output=tmp_path / "cut", profile="measured"
+    )
+    attending, branching = plan.notes[:2]
+    assert attending.startswith("Attending is kept as one operation: ")
+    assert branching.startswith("Branching is kept as one operation: ")
+    assert "passes a function (<lambda>) to a function" in branching
+    pipe = asyncpipe.load(tmp_path / "cut")
+    for sign in (1.0, -1.0):
+        other = sign * torch.ones(5, 6)
+        torch.testing.assert_close(pipe(x=other), model(x=other))
