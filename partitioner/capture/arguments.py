@@ -20,7 +20,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from ...runtime.plan.structure import described, fields_of, is_named_tuple, is_r
 class PassedError(Exception):
     """A module or a function that forward passes to a function, where a graph cannot hold it."""
 
-    def __init__(self, passed: nn.Module | FunctionType) -> None:
+    def __init__(self, passed: Callable[..., Any]) -> None:
         kind = "module" if isinstance(passed, nn.Module) else "function"
         super().__init__(f"{kind} ({getattr(passed, '__name__', type(passed).__name__)})")
 

@@ -14,7 +14,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -223,7 +223,7 @@ class Bindings:
             return size
         if isinstance(leaf, torch.device):
             return LocalDevice() if _same_device(leaf, self._device) else leaf
-        if isinstance(leaf, nn.Module | FunctionType):
+        if callable(leaf) and not isinstance(leaf, type):
             raise PassedError(leaf)
         if isinstance(leaf, np.ndarray):  # an index, such as x[:, order]
             with _disable_current_modes():

@@ -138,8 +138,6 @@ def name_callable(target: Callable[..., Any], require: Callable[[str, str], None
     if isinstance(target, Draw):
         require(target.__module__.partition(".")[0], "")
         return target.text
-    if isinstance(target, torch._ops.OpOverload):
-        return f"torch.ops.{target}"
     homes = _HOMES if "functional" in (getattr(target, "__module__", "") or "") else _SORTED_HOMES
     for prefix, home in homes:
         if short and getattr(home, short, None) is target:

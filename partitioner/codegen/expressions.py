@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, Protocol
 
 import sympy
+import torch
 from torch import fx
+from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload, OpOverloadPacket
 
+from ...runtime.errors import PlanError
 from ...runtime.tensor_parallel.functions import local
 from ..capture import IfTraining, Local, LocalDevice, Size
 from ..capture.graph import must_fail, must_fit, other_way, unfit
@@ -282,12 +288,45 @@ def _function(
         return Code(f"{receiver}[{writer.index(args[1])}]")
     if target is getattr and is_name(str(args[1])):
         return Code(f"{writer.write(args[0]).within(layout.ATOM)}.{args[1]}")
-    name = name_callable(target, names.require)
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        name = _name_operator(target, names.require)
+    else:
+        name = name_callable(target, names.require)
     if name.startswith("Tensor.") and args:
         return _method(writer, name.removeprefix("Tensor."), args, kwargs)
     positional = tuple(map(writer.write, args))
     return call(name, (*positional, *_options(writer, target, kwargs)))
 
+
+def _name_operator(
+    target: OpOverload[..., Any] | OpOverloadPacket[..., Any], require: Callable[[str, str], None]
+) -> str:
+    """The name of an operator, where the module that registers it is imported.
+
+    torch names the file of that module. Of the C++ library of a package there is only the
+    namespace, which bears the package's name as a rule.
+    """
+    qualified = target._schema.name if isinstance(target, OpOverload) else target._qualified_op_name
+    namespace = qualified.partition("::")[0]
+    registered = _REGISTERED.search(torch._C._dispatch_dump(qualified))
+    file = registered[1] if registered else ""
+    if definition := OPDEFS.get(qualified):
+        module = definition._init_fn.__module__
+    else:
+        files = {getattr(each, "__file__", ""): name for name, each in [*sys.modules.items()]}
+        module = files.get(file, namespace)
+    if namespace != "aten" and not _OF_TORCH.search(file):
+        if module == "__main__" or module not in sys.modules:
+            raise PlanError(
+                f"cannot write a call of torch.ops.{target}: no module is known that registers it.",
+                "Keep the module that calls it as one node: --leaf CLASS.",
+            )
+        require(module, "")
+    return f"torch.ops.{target}"
+
+
+_REGISTERED = re.compile(r"registered at (.+):\d+")
+_OF_TORCH = re.compile(r"aten/src/ATen|torch/csrc")
 
 # The defaults of functions without a signature.
 _BUILTIN_DEFAULTS: Mapping[str, Mapping[str, Any]] = {

@@ -405,3 +405,40 @@ def test_operators_that_take_functions_are_kept_whole_and_still_compile(tmp_path
     for sign in (1.0, -1.0):
         other = sign * torch.ones(5, 6)
         torch.testing.assert_close(pipe(x=other), model(x=other))
+
+
+class Recomputing(torch.autograd.Function):
+    """The checkpoint of guided-diffusion and of its many copies."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, count: int, *tensors: Tensor) -> Tensor:
+        ctx.run, ctx.inputs, ctx.parameters = run, tensors[:count], tensors[count:]
+        with torch.no_grad():
+            return run(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.inputs]
+        with torch.enable_grad():
+            result = ctx.run(*inputs)
+        return None, None, *torch.autograd.grad(result, [*inputs, *ctx.parameters], gradient)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Recomputing.apply(self._forward, 1, x, *self.parameters())
+
+
+def test_a_method_as_an_argument_of_a_function_keeps_its_module_whole(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Block(), Block(), nn.Linear(6, 3))
+    plan = asyncpipe.partition(model, X, stages=2, output=tmp_path, profile="analytic")
+    assert "passes a function (_forward) to a function" in plan.notes[0]
+    text = "".join((tmp_path / f"stage_{stage}.py").read_text() for stage in range(2))
+    assert text.count("Block()") == 2

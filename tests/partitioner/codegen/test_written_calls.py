@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import asyncpipe
 from asyncpipe.partitioner.capture import capture
 from asyncpipe.partitioner.codegen.layout import write_imports
 from asyncpipe.runtime.errors import CaptureError, PlanError
+from asyncpipe.tests.support.models.operators import Calling
 from asyncpipe.tests.support.oracles.generated_equality import assert_same
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -179,3 +181,30 @@ def test_a_module_whose_name_python_would_change_in_a_class_is_imported_outside(
     )
     with pytest.raises(PlanError, match="cannot import"):
         write_imports("", [("package.__arch.net", "")])  # each use would name the module
+
+
+def test_operators_are_written_with_torch_ops_and_the_modules_that_register_them(
+    tmp_path: Path,
+) -> None:
+    assert_same(Calling(), {"x": X[:, :6].clone()}, tmp_path / "same")
+    asyncpipe.partition(
+        Calling(), {"x": X[:, :6]}, stages=2, output=tmp_path / "cut", profile="analytic"
+    )
+    files = [(tmp_path / "cut" / f"stage_{stage}.py").read_text() for stage in range(2)]
+    text = "".join(files)
+    assert "torch.ops.aten.slice(" in text and "torch.ops.asyncpipe_tests.scaled" in text
+    assert "torch.ops.asyncpipe_tests_too.twice" in text
+    for file in files:
+        calls = "torch.ops.asyncpipe_tests" in file
+        assert ("import asyncpipe.tests.support.models.operators\n" in file) == calls
+
+
+def test_an_operator_that_no_module_registers_is_refused(tmp_path: Path) -> None:
+    place: dict[str, Any] = {"torch": torch}
+    exec('library = torch.library.Library("asyncpipe_tests_nowhere", "DEF")', place)
+    place["library"].define("once(Tensor x) -> Tensor")
+    place["library"].impl("once", lambda x: x * 1, "CompositeImplicitAutograd")
+    called = Calls(torch.ops.asyncpipe_tests_nowhere.once)
+    with pytest.raises(PlanError, match="torch.ops.asyncpipe_tests_nowhere.once: no module") as e:
+        asyncpipe.partition(called, {"x": X}, stages=2, output=tmp_path, profile="analytic")
+    assert "--leaf" in e.value.cure
