@@ -202,7 +202,8 @@ def running_on_fake_tensors(plan: Plan, device_type: str = "cpu") -> Iterator[di
     no_values = _NoValues()  # type: ignore[no-untyped-call]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     default = default_dtype(plan.default_dtype)
-    with fake, torch.device(device_type), no_values, SkipRandomInit(), default:
+    eager = torch.compiler.set_stance("force_eager")  # modes are nothing for torch.compile
+    with fake, torch.device(device_type), no_values, SkipRandomInit(), default, eager:
         yield {
             tensor.name: torch.empty(tensor.resolve(plan.sizes), dtype=getattr(torch, tensor.dtype))
             for tensor in plan.inputs

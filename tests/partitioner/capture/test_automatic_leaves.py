@@ -16,6 +16,7 @@ import asyncpipe
 from asyncpipe.partitioner.capture import capture
 from asyncpipe.partitioner.profile import measure
 from asyncpipe.runtime.errors import CaptureError, PlanError
+from asyncpipe.runtime.executor.precision import Precision, dtypes_of_folder
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
 
@@ -401,6 +402,8 @@ def test_operators_that_take_functions_are_kept_whole_and_still_compile(tmp_path
     assert attending.startswith("Attending is kept as one operation: ")
     assert branching.startswith("Branching is kept as one operation: ")
     assert "passes a function (<lambda>) to a function" in branching
+    dtypes = dtypes_of_folder(tmp_path / "cut", plan, Precision(torch.bfloat16))
+    assert set(dtypes.values()) == {torch.bfloat16}
     pipe = asyncpipe.load(tmp_path / "cut")
     for sign in (1.0, -1.0):
         other = sign * torch.ones(5, 6)
