@@ -161,7 +161,8 @@ class _Bench:
         own = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
         counter = FlopCounterMode(display=False, custom_mapping=ON_CPU)
         counter.mod_tracker = _NoModules()
-        eager = torch.compiler.set_stance("force_eager")  # Dynamo gives up for good under modes
+        # TorchDynamo never compiles code again that it has met under a mode.
+        eager = torch.compiler.set_stance("force_eager")
         with eager, counter as flops, counting(self.device, [*given, *own]) as counted:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 result = self.operation.call(self.module, given)
@@ -418,9 +419,10 @@ class _OfAllocator:
 
 
 class _OfOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
     def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.supports_higher_order_operators = True
         self.live = self.peak = 0
         self._given = [tensor.untyped_storage() for tensor in given]
         self._known: dict[int, Any] = {storage._cdata: None for storage in self._given}

@@ -202,7 +202,7 @@ def running_on_fake_tensors(plan: Plan, device_type: str = "cpu") -> Iterator[di
     no_values = _NoValues()  # type: ignore[no-untyped-call]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     default = default_dtype(plan.default_dtype)
-    eager = torch.compiler.set_stance("force_eager")  # modes are nothing for torch.compile
+    eager = torch.compiler.set_stance("force_eager")  # torch.compile fails under these modes
     with fake, torch.device(device_type), no_values, SkipRandomInit(), default, eager:
         yield {
             tensor.name: torch.empty(tensor.resolve(plan.sizes), dtype=getattr(torch, tensor.dtype))
