@@ -69,8 +69,9 @@ from .stage_timing import StageTiming, rescaled, time_stages
 _WORTH = 0.02
 """The gain, as a share of the objective, that a new plan must promise before it is timed."""
 _SWEEPS = 10
-_LONG_S, _LONG_TIMING_S = 15.0, 6.0
-"""The seconds, of which so many of timing, after which no further plan is timed."""
+_LONG_S, _LONG_TIMING_S = 15.0, 4.0
+"""Seconds in all, and of timing: no further plan is timed after the former, or if its timing would
+end after the latter."""
 _PER_CORE = 2
 """Stages timed at once on each core, at most: two stages displace each other's data from the core's
 caches, as ranks that share a core do. The limit bounds the memory of the timing."""
@@ -168,12 +169,13 @@ def refined(
     for _ in range(rounds):
         begun_s = monotonic()
         timed.append((current, time(current, left_s)))
-        left_s -= monotonic() - begun_s
+        took_s = monotonic() - begun_s
+        left_s -= took_s
         fitted = _fitted(profile, timed)
         after = cut(fitted)
         if any(_same(after, one) for one, _ in timed):
             break
-        if left_s < 0 or monotonic() - started_s > _LONG_S:
+        if left_s < took_s or monotonic() - started_s > _LONG_S:
             break
         stays_ms = _objective_ms(current.solution, after.solution.problem)
         if after.solution.objective_ms > (1 - _WORTH) * stays_ms:

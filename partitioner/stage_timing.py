@@ -60,7 +60,7 @@ class StageTiming:
     threads: threads of each stage; None for torch's own number
     dtype: the dtype of a rank's computations
     enough_ms: a stage is timed for so many milliseconds, or until its times hardly vary
-    long_s: after so many seconds two laps over all stages are enough
+    long_s: after two laps over all stages, none begins that would end after so many seconds
     cache: stages in it are not timed again
     content: identifies the computation of each node in the cache
     costs: measured costs of the nodes; stages that take as long are timed no more. None: not known
@@ -71,7 +71,7 @@ class StageTiming:
     threads: int | None = None
     dtype: str = "float32"
     enough_ms: float = 2000.0
-    long_s: float = 6.0
+    long_s: float = 4.0
     cache: ProfileCache | None = None
     content: Mapping[str, str] = field(default_factory=dict)
     costs: Mapping[str, NodeCost] | None = None
@@ -151,7 +151,7 @@ def _timed(
     is_new = [stored is None for stored in known]
     samples: list[list[WholeTimes]] = [[] for _ in begin]
     times: tuple[WholeTimes, ...] = ()
-    until_s = monotonic() + timing.long_s
+    begun_s = monotonic()
     for lap in range(_LAPS):
         for first in range(0, len(begin), timing.at_once):
             group = _shared_out(
@@ -171,7 +171,9 @@ def _timed(
         times = tuple(
             stored or usual_times(of_stage) for stored, of_stage in zip(known, samples, strict=True)
         )
-        if _agree(times, sums_ms) or (lap + 1 >= _LEAST_LAPS and monotonic() > until_s):
+        laps = lap + 1
+        next_s = (monotonic() - begun_s) * (laps + 1) / laps
+        if _agree(times, sums_ms) or (laps >= _LEAST_LAPS and next_s > timing.long_s):
             break
     return times
 
