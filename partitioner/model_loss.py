@@ -24,6 +24,7 @@ from .capture.batch_dimension import on_a_copy
 from .capture.model_state import is_on_meta
 from .capture.sizes import BATCH, dynamic_of, resized
 from .models.load import ModelSource
+from .split.split import StageGraph
 
 
 def loss_output(
@@ -121,6 +122,22 @@ def notes_of_sums(capture: Capture, loss: str | None) -> Iterator[str]:
         yield (
             "the loss adds up over samples in a part of its terms, which therefore count less with "
             "more micro-batches a step: divide these by the number of samples"
+        )
+
+
+def notes_of_stages(stages: Sequence[StageGraph], outputs: Any) -> Iterator[str]:
+    """A note on outputs that a criterion outside the model does not get, which are those of stages
+    before the last one that makes any."""
+    names = set(names_in(outputs))
+    made = {
+        stage.index: [node.name for node in stage.outputs if node.name in names] for stage in stages
+    }
+    makers = [index for index, own in made.items() if own]
+    if len(makers) > 1:
+        earlier = [f"{name} of stage {index}" for index in makers[:-1] for name in made[index]]
+        yield (
+            f"several stages make the outputs of the model: a criterion outside the model gets "
+            f"those of stage {makers[-1]}, without {', '.join(earlier)}"
         )
 
 

@@ -22,6 +22,7 @@ from ..schedule.schedule import Action, Schedule, shared_delay, split_backwards
 from ..staleness import Steps, make_staleness
 from ..staleness.weight_versions import Weights, WeightVersions
 from ..transports.protocol import GENERATOR_STATE, CastingTransport, Handle, Transport
+from .criterion import check_loss, loss_of_stage, may_draw
 from .instrumented import Observer, RunRecorder, RunReport
 from .look_ahead import LookAhead
 from .loss_weights import LossTargets, LossWeights
@@ -36,12 +37,9 @@ from .run import (
     PipelineRun,
     Program,
     RunOptions,
-    check_loss,
     check_schedule,
     immediate_backward,
     in_eval_mode,
-    loss_of_stage,
-    may_draw,
     needed_inputs,
     numbering,
     output_names,

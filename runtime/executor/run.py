@@ -1,4 +1,4 @@
-"""The parts of a pipeline's run: its options, its inputs and losses, and its program.
+"""The parts of a pipeline's run: its options, its inputs, and its program.
 
 A feed is called for whole micro-batches by number. It returns the model inputs that this rank's
 stages read; with a criterion outside the model, also the target. An exception in a generated stage
@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from ..data.task import sizes_of
 from ..errors import DataError, PlanError, ScheduleError
-from ..formatting import kind_of
 from ..plan.plan import Plan
-from ..plan.structure import names_in, rebuilt
+from ..plan.structure import names_in
 from ..schedule.schedule import Action, Numbering, Schedule
 from ..staleness import VersionPair
 from .instrumented import Observer, RunRecorder
@@ -55,55 +54,6 @@ def needed_inputs(plan: Plan, stages: Sequence[int], *, criterion: bool = False)
     names = tuple(spec.name for spec in plan.inputs if spec.name in read)
     has_target = criterion and plan.loss is None and loss_stage(plan) in stages
     return (*names, TARGET) if has_target else names
-
-
-def loss_of_stage(plan: Plan, stage: int, criterion: Criterion | None) -> LossOf | None:
-    """The function that computes the loss at a stage; None for other stages.
-
-    A criterion runs at the last stage that makes a model output; it sees None for outputs of other
-    stages. Raises PlanError if no stage makes the loss.
-    """
-    if stage != loss_stage(plan):
-        return None
-    if plan.loss is not None:
-        name = plan.loss
-        return lambda outputs, fed: outputs[name]
-    if criterion is None:
-        return None
-    absent = dict.fromkeys(output_names(plan))
-
-    def loss_of(outputs: Values, fed: Values) -> Tensor:
-        result = rebuilt(plan.outputs, {**absent, **outputs}, plan.sizes)
-        loss = criterion(result, fed[TARGET])
-        has_gradient = any(value.requires_grad for value in outputs.values())
-        _verify_loss(loss, torch.is_grad_enabled() and has_gradient)
-        return loss.reshape(())
-
-    return loss_of
-
-
-def _verify_loss(loss: Any, needs_gradient: bool) -> None:
-    """Raises DataError unless a criterion has returned a trainable loss."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-        is_plain = loss is None or isinstance(loss, int | float)
-        kind = repr(loss) if is_plain else kind_of(loss)
-        if isinstance(loss, Tensor):
-            kind = f"a tensor {list(loss.shape)}{' of complex numbers' * loss.is_complex()}"
-        raise DataError(
-            f"the criterion returned {kind}, but a loss is a tensor of one real number.",
-            "Return for example losses.mean().",
-        )
-    if needs_gradient and not loss.requires_grad:
-        raise DataError(
-            "the criterion returned a loss without a gradient, so that nothing would be trained.",
-            "Compute the loss without detach(), item() or torch.no_grad().",
-        )
-
-
-def may_draw(criterion: Criterion | None) -> bool:
-    """True for a criterion of the user's; those of this package draw no random numbers."""
-    own = __name__.partition(".")[0]
-    return criterion is not None and getattr(criterion, "__module__", "").partition(".")[0] != own
 
 
 def output_names(plan: Plan) -> frozenset[str]:
@@ -284,15 +234,6 @@ def check_schedule(schedule: Schedule, places: Sequence[object]) -> None:
         raise ScheduleError(
             f"the {schedule.name} schedule has no messages.",
             "Lower it first: lower(schedule, forward_edges(plan), ...).",
-        )
-
-
-def check_loss(plan: Plan, criterion: Criterion | None) -> None:
-    """Raises PlanError where neither the model nor a criterion makes a loss."""
-    if plan.loss is None and criterion is None:
-        raise PlanError(
-            f"{plan.name} makes no loss of its own, and no criterion was given.",
-            "Name one with --criterion, such as cross_entropy.",
         )
 
 

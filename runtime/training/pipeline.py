@@ -12,12 +12,14 @@ segments of steps whose samples it reads itself.
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Unpack
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -60,8 +62,7 @@ from .replica_gradients import first_buffers
 from .setup import agree, with_cache
 from .stages import TrainedStages
 
-_NUMBERS = count()
-"""The number of a pipeline in this process, the same on all ranks."""
+_NUMBERS = count()  # of pipelines in this process, the same on all ranks
 
 
 class Pipeline(TrainedStages):
@@ -107,10 +108,10 @@ class Pipeline(TrainedStages):
         self._made: deque[StepResult] = deque()
         self._last = StepResult(0)
         self._steps = self._micro_batches = self._streams = 0
-        self._stream: Generator[StepResult, None, None] | None = None
-        self._unused: Mapping[str, Tensor] = {}
-        if world.rank == 0:
-            self._unused = load_unused(folder, job.plan, weights=setup.weights)
+        self._stream: ReferenceType[Generator[StepResult, None, None]] | None = None
+        self._unused = (
+            load_unused(folder, job.plan, weights=setup.weights) if world.rank == 0 else {}
+        )
 
     @property
     def rank(self) -> int:
@@ -220,16 +221,16 @@ class Pipeline(TrainedStages):
                 "stream makes the optimizer's steps, but the optimizer is missing.",
                 'Give stream(..., optimizer=...), or Pipeline(..., optimizer="adamw", lr=...).',
             )
-        steps_to_make = len(batches) if steps is None else steps  # type: ignore[arg-type]
         self._use(optimizer, scheduler)
-        self._stream = self._streamed(iter(batches), steps_to_make)
-        return self._stream
+        total = len(batches) if steps is None else steps  # type: ignore[arg-type]
+        stream = self._streamed(iter(batches), total)
+        self._stream = ref(stream)  # so that a loop that leaves it closes it
+        return stream
 
     def flush(self) -> None:
         """Completes the steps that a `stream` has begun, and ends it."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        if self._stream and (stream := self._stream()):
+            stream.close()
 
     def _streamed(self, batches: Iterator[Any], steps: int) -> Generator[StepResult, None, None]:
         with self._calls.during(f"the stream from step {self._steps + 1}", breaks=True):
@@ -257,7 +258,7 @@ class Pipeline(TrainedStages):
         with gate:
             event_after = self.events.next if self.events else None
             for segment in segments(self.config, start, event_after, start + steps):
-                begin = segment.steps.start
+                begin, end = segment.steps.start, segment.steps.stop
                 if not gate.may(begin + 1):
                     break
                 self.freeze_due(self._steps)
@@ -266,12 +267,13 @@ class Pipeline(TrainedStages):
                         try:
                             yield self._made.popleft()
                         except GeneratorExit:
+                            if sys.is_finalizing():  # no rank can run any more
+                                raise
                             is_left = True
                             gate.request("by the loop")
-                steps_made = segment.steps.stop if gate.last is None else gate.last
-                self._steps = min(steps_made, segment.steps.stop)
+                self._steps = end if gate.last is None else min(gate.last, end)
                 self._micro_batches += (self._steps - begin) * len(shape.parts)
-                if self._steps < segment.steps.stop:
+                if self._steps < end:
                     break
         self._made.clear()
         if self._own is not None:
@@ -299,16 +301,14 @@ class Pipeline(TrainedStages):
         """The mean loss over all samples of these batches, in evaluation mode and without
         gradients; the same on every rank."""
         self._calls.check()
-        own = [0.0, 0.0, 0.0]
+        own, world = [0.0, 0.0, 0.0], self._world
         with self._calls.during("evaluate", breaks=self.ranks > 1):
             for batch in batches:
                 given = self._split(batch)
-                done = self._forward(
-                    given, self._world.replica, self._world.replicas, outputs=False
-                )
+                done = self._forward(given, world.replica, world.replicas, outputs=False)
                 own = [before + each for before, each in zip(own, done.sums, strict=True)]
-            own = own if self._world.tensor_rank == 0 else [0.0] * 3  # the others have the same
-            loss, weight, counted, calls = self._world.sums([*own, self._calls.number])
+            own = own if world.tensor_rank == 0 else [0.0] * 3  # the others have the same
+            loss, weight, counted, calls = world.sums([*own, self._calls.number])
             self._calls.present.check_sum(calls)
         if not counted:
             raise DataError("evaluate got no batches.", "Give a DataLoader, or a list of batches.")

@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,6 +23,7 @@ from asyncpipe.commands.in_python import TrainKeywords
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.data.task import SampleOrder
 from asyncpipe.runtime.errors import AsyncPipeError
+from asyncpipe.runtime.executor.stage import StageError
 from asyncpipe.runtime.options import options_of
 from asyncpipe.runtime.training.joining import PipelineKeywords
 from asyncpipe.tests.support.models.generated import CASES, cut
@@ -278,7 +281,48 @@ def test_a_stream_has_the_numbers_of_the_command_to_the_last_bit(
     assert run.report.is_file() and run.records.last_step == 6
 
 
-def left_early(rank: int, folder: str) -> dict[str, Any]:
+class TwoHeads(nn.Module):
+    """Heads that may be in different stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 8)
+        self.early, self.late = nn.Linear(8, 2), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.trunk(x).relu()
+        return self.early(x), self.late(x)
+
+
+@pytest.mark.parametrize(
+    "early", [lambda out: out.sum(), lambda out: torch.stack([out]).mean(), lambda out: len(out)]
+)
+def test_a_criterion_may_not_read_the_output_of_another_stage(
+    early: Callable[[Tensor], Any], tmp_path: Path
+) -> None:
+    """It might leave out a None, and the head would not be trained."""
+
+    def both(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        loss = F.mse_loss(outputs[1], target)
+        return loss if outputs[0] is None else loss + early(outputs[0])
+
+    batch = (torch.ones(4, 6), torch.ones(4, 2))
+    where: dict[str, Any] = {"stages": 2, "profile": "analytic", "force": True}
+    where["output"] = tmp_path / "stages"
+    plan = asyncpipe.partition(TwoHeads(), {"x": batch[0]}, cut_at=["late"], **where)
+    note = "a criterion outside the model gets those of stage 1, without early of stage 0"
+    assert [text.partition(": ")[2] for text in plan.notes] == [note]
+    pipe = asyncpipe.Pipeline(tmp_path / "stages", loss=lambda out, y: F.mse_loss(out[1], y))
+    pipe.step(batch)
+    pipe = asyncpipe.Pipeline(tmp_path / "stages", loss=both)
+    with pytest.raises(StageError, match="the criterion reads early, an output .* stage 0 makes"):
+        pipe.step(batch)
+    plan = asyncpipe.partition(TwoHeads(), {"x": batch[0]}, cut_at=["early"], **where)
+    assert not plan.notes
+    asyncpipe.Pipeline(tmp_path / "stages", loss=both).step(batch)
+
+
+def left_early(rank: int, folder: str, flushes: bool) -> dict[str, Any]:
     pipe = asyncpipe.Pipeline(folder, loss=loss_of, schedule="async-1f1b", micro_batches=2)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=RATE)
     scheduler = falling(optimizer)
@@ -287,21 +331,46 @@ def left_early(rank: int, folder: str) -> dict[str, Any]:
         seen.append(result.step)
         if result.step == 4:
             break
-    pipe.flush()
+    if flushes:
+        pipe.flush()
     after = pipe.steps
     for result in pipe.stream(batches(3), optimizer=optimizer, scheduler=scheduler):
         seen.append(result.step)
     return {"seen": seen, "after": after, "rate": optimizer.param_groups[0]["lr"]}
 
 
+@pytest.mark.parametrize("flushes", [False, True])
 def test_a_stream_that_is_left_completes_the_same_steps_on_all_ranks_and_another_follows(
-    folder: Path,
+    flushes: bool, folder: Path
 ) -> None:
-    first, last = run_processes(2, left_early, str(folder))
+    first, last = run_processes(2, left_early, str(folder), flushes)
     assert first == last
     assert 4 <= first["after"] < 50
     assert first["seen"] == [1, 2, 3, 4, *range(first["after"] + 1, first["after"] + 4)]
     assert first["rate"] == pytest.approx(RATE * 0.8**3)
+
+
+def test_a_stream_whose_loop_goes_on_refuses_other_calls_and_a_program_may_end_in_it(
+    folder: Path,
+) -> None:
+    script = f"""
+import torch
+import asyncpipe
+pipe = asyncpipe.Pipeline({str(folder)!r}, loss="cross_entropy", micro_batches=2)
+optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+batches = [(torch.zeros(4, 16), torch.zeros(4, dtype=torch.long))] * 5
+stream = pipe.stream(batches, optimizer=optimizer)
+next(stream)
+try:
+    pipe.step(batches[0])
+except Exception as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("the stream from step 1 of this pipeline is under way.")
+    assert not done.stderr
 
 
 def saved(rank: int, folder: str, target: str) -> list[float]:
