@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .partitioner.outline import outline as outline
     from .partitioner.planning.planner import plan_graph as plan_graph
     from .runtime.control.callbacks import Request as Request
+    from .runtime.errors import AsyncPipeError as AsyncPipeError
     from .runtime.executor.loading import load as load
     from .runtime.launch.functions import launch as launch
     from .runtime.monitoring.records import Reporter as Reporter
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .runtime.training.pipeline import Pipeline as Pipeline
 
 _PUBLIC = {
+    "AsyncPipeError": ".runtime.errors",
     "partition": ".partitioner.compile",
     "plan_graph": ".partitioner.planning.planner",
     "outline": ".partitioner.outline",
@@ -41,6 +43,7 @@ _PUBLIC = {
     "Schedule": ".runtime.schedule.schedule",
 }
 __all__ = [
+    "AsyncPipeError",
     "Pipeline",
     "Plan",
     "Reporter",

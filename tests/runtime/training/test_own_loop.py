@@ -363,7 +363,7 @@ stream = pipe.stream(batches, optimizer=optimizer)
 next(stream)
 try:
     pipe.step(batches[0])
-except Exception as error:
+except asyncpipe.AsyncPipeError as error:
     print(error)
 """
     done = subprocess.run(
