@@ -25,7 +25,7 @@ from ..runtime.plan.structure import described, names_in
 from .capture import Capture, IfTraining, Size
 from .graph.problem import StageLoad
 from .graph.tensor_sums import TensorSums
-from .model_loss import counted_targets, is_sum, loss_output, notes_of_stages, notes_of_sums
+from .model_loss import counted_targets, is_sum, loss_output, notes_of_sums
 from .planning.solve import Solution
 from .planning.step_time import has_replicas, is_simulated
 from .planning.transfers import (
@@ -84,7 +84,7 @@ def assemble(
     shared = _shared_parameters(capture, tensors)
     transfers = _transfers(capture, solution, boundaries, shared, profile.sizes, sums)
     values, even = _values(capture, stage_graphs, boundaries), solution.even_split
-    loss = loss_output(capture, outputs, values, facts.criterion)
+    loss = loss_output(capture, facts.criterion)
     plan = Plan(
         name=facts.name,
         model=facts.model,
@@ -114,7 +114,7 @@ def assemble(
         weights=facts.weights,
         state_keys=tuple(capture.model.state_dict()),
         unused=unused_tensors(capture, stage_graphs),
-        notes=_notes(capture, stage_graphs, facts.criterion, outputs, values, loss),
+        notes=_notes(capture, facts.criterion, outputs, values, loss),
         default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
         mode="both" if False in capture.modes else "train",
         explanation=solution.explanation,
@@ -341,7 +341,6 @@ def _if_sent(
 
 def _notes(
     capture: Capture,
-    stages: Sequence[StageGraph],
     criterion: str | None,
     outputs: Any,
     values: Iterable[TensorSpec],
@@ -349,8 +348,7 @@ def _notes(
 ) -> tuple[str, ...]:
     """The remarks of the capture and about the loss."""
     of_loss = (*_notes_of_loss(criterion, outputs, values), *notes_of_sums(capture, loss))
-    of_stages = notes_of_stages(stages, outputs) if loss is None else ()
-    return tuple(map(visible, (*capture.notes, *of_stages, *of_loss)))
+    return tuple(map(visible, (*capture.notes, *of_loss)))
 
 
 def _notes_of_loss(

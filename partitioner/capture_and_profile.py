@@ -30,6 +30,7 @@ from .graph.constraints import Demands, find_demands, groups_to_cut_before
 from .graph.costs import LOCALHOST
 from .graph.rematerialize import Prices, Recomputation
 from .graph.tensor_sums import TensorSums
+from .model_loss import criterion_inputs
 from .models.load import ModelSource, load_model
 from .output import OnPhase, PhaseTimer, check_target, describe_capture
 from .planning.cluster import Cluster, check_number
@@ -192,6 +193,7 @@ def cost_graphs(job: Compilation, captured: Captured, profile: Profile) -> CostG
         [*(nodes for _, nodes in captured.demands.together), *captured.regions],
         update_ms_per_byte(profile, options.optimizer, cached=not options.no_cache),
         captured.cached,
+        criterion_inputs(captured.capture, options.loss or job.source.criterion),
         sums=_sums(job, captured),
     ).predicted_for(job.cluster, options.dtype)
 

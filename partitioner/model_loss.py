@@ -7,7 +7,7 @@ micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -16,32 +16,38 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from ..runtime.plan.plan import TensorSpec
-from ..runtime.plan.structure import names_in
 from ..runtime.plan.targets import LABELS, CountedTargets, is_mean
 from ..runtime.tensor_parallel import split_cross_entropy, split_nll_loss
 from .capture import Capture, Size, read_arguments
 from .capture.batch_dimension import on_a_copy
+from .capture.graph import is_external
 from .capture.model_state import is_on_meta
 from .capture.sizes import BATCH, dynamic_of, resized
 from .models.load import ModelSource
-from .split.split import StageGraph
 
 
-def loss_output(
-    capture: Capture, outputs: Any, values: Iterable[TensorSpec], criterion: str | None
-) -> str | None:
+def loss_output(capture: Capture, criterion: object) -> str | None:
     """The result that is the loss, a single number: the one under "loss"; without a criterion, also
     the only result, or the only one of several that a loss function of torch returns."""
-    scalars = {value.name for value in values if not value.shape}
-    if isinstance(outputs, Mapping) and "loss" in outputs:
-        return outputs["loss"] if outputs["loss"] in scalars else None
-    names = list(names_in(outputs))
-    made = [name for name in names if name in scalars]
-    if criterion is not None or len(made) != 1:
+    (output,) = capture.graph.find_nodes(op="output")
+    returned = output.args[0]
+    numbers = [node for node in output.all_input_nodes if node.meta.get("shape") == ()]
+    if isinstance(returned, Mapping) and "loss" in returned:
+        return returned["loss"].name if returned["loss"] in numbers else None
+    if criterion is not None or len(numbers) != 1:
         return None
-    (node,) = (node for node in capture.graph.nodes if node.name == made[0])
-    is_alone = isinstance(outputs, str)
-    return made[0] if is_alone or _is_loss_function(capture, node) else None
+    is_alone = isinstance(returned, fx.Node)
+    return numbers[0].name if is_alone or _is_loss_function(capture, numbers[0]) else None
+
+
+def criterion_inputs(capture: Capture, criterion: object) -> tuple[fx.Node, ...]:
+    """The outputs that forward computes and that a criterion outside the model reads, in the order
+    of the program; none if the model returns a loss."""
+    (output,) = capture.graph.find_nodes(op="output")
+    if loss_output(capture, criterion) is not None:
+        return ()
+    returned = {*output.all_input_nodes}
+    return tuple(node for node in capture.graph.nodes if node in returned and not is_external(node))
 
 
 def _is_loss_function(capture: Capture, node: fx.Node) -> bool:
@@ -122,22 +128,6 @@ def notes_of_sums(capture: Capture, loss: str | None) -> Iterator[str]:
         yield (
             "the loss adds up over samples in a part of its terms, which therefore count less with "
             "more micro-batches a step: divide these by the number of samples"
-        )
-
-
-def notes_of_stages(stages: Sequence[StageGraph], outputs: Any) -> Iterator[str]:
-    """A note on outputs that a criterion outside the model does not get, which are those of stages
-    before the last one that makes any."""
-    names = set(names_in(outputs))
-    made = {
-        stage.index: [node.name for node in stage.outputs if node.name in names] for stage in stages
-    }
-    makers = [index for index, own in made.items() if own]
-    if len(makers) > 1:
-        earlier = [f"{name} of stage {index}" for index in makers[:-1] for name in made[index]]
-        yield (
-            f"several stages make the outputs of the model: a criterion outside the model gets "
-            f"those of stage {makers[-1]}, without {', '.join(earlier)}"
         )
 
 

@@ -61,6 +61,7 @@ from .profile.profiler import (
     profile_analytic,
 )
 from .profile.roofline import DeviceSpec, calibrated, device_spec, this_cpu
+from .split.last_outputs import with_last_outputs
 from .split.split import StageGraph, split
 from .split.ssa import separated
 from .split.whole_boundaries import with_whole_boundaries
@@ -103,6 +104,7 @@ class CostGraphs:
     together: nodes that must be in one stage
     cached: nodes whose results a cache has, so that their forward takes no time. A timed stage runs
         them: its time is shared out among all of its nodes.
+    read_together: the outputs that a criterion outside the model reads, in the program's order
     predicted: the graphs of other kinds of devices
     sums: the sums over tensor ranks
     """
@@ -113,6 +115,7 @@ class CostGraphs:
     together: Collection[Collection[fx.Node]]
     update_ms_per_byte: float
     cached: Collection[str] = ()
+    read_together: Sequence[fx.Node] = ()
     predicted: Mapping[str, nx.DiGraph] = field(default_factory=dict)
     sums: TensorSums = field(default_factory=TensorSums)
 
@@ -138,6 +141,7 @@ class CostGraphs:
             again=self.recomputation,
             together=self.together,
             update_ms_per_byte=self.update_ms_per_byte,
+            read_together=self.read_together,
         )
 
     def cut(self, planner: Planner, prices: Prices, profile: Profile) -> Cut:
@@ -146,7 +150,9 @@ class CostGraphs:
         with explained():
             solution = planner.plan(graph)
         placed = stage_of_nodes(self.capture, graph, solution.stage_of, self.recomputation)
-        divided, placed = with_whole_boundaries(*separated(self.capture, placed))
+        names = [node.name for node in self.read_together]
+        divided, placed = with_last_outputs(*separated(self.capture, placed), names)
+        divided, placed = with_whole_boundaries(divided, placed)
         stage_graphs = split(divided, placed, Recomputation(divided, prices))
         return Cut(divided, stage_graphs, placed, graph, solution)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,12 +47,15 @@ def build_graph(
     again: Recomputation | None = None,
     together: Collection[Collection[fx.Node]] = (),
     update_ms_per_byte: float = 0.0,
+    read_together: Sequence[fx.Node] = (),
 ) -> nx.DiGraph:
     """The cost graph of a captured model, with the attributes of `costs_of`.
 
     An edge carries the tensors that a cut through it sends: instead of a value that its reader
     recomputes (`again`), the sources of that value. `together` are sets of nodes that the user
-    wants in one stage. Further attributes of a node: `names` (of its fx nodes), `flops`, `depth`.
+    wants in one stage. One group reads all of `read_together`, the last one that makes any.
+
+    Further attributes of a node: `names` (of its fx nodes), `flops`, `depth`.
     """
     order = [node for node in capture.graph.nodes if node.op not in (*_EXTERNAL, "output")]
     again = again or Recomputation(capture, Prices.of(profile))
@@ -63,8 +66,10 @@ def build_graph(
         update_ms_per_byte=update_ms_per_byte,
     )
     _add_groups(graph, groups, capture, profile)
-    group_of = {node: members[0].name for members in groups for node in members}
-    _add_values(graph, group_of, order, again, profile.sizes)
+    number_of = {node: number for number, members in enumerate(groups) for node in members}
+    group_of = {node: groups[number][0].name for node, number in number_of.items()}
+    together_at = sorted(number_of.keys() & {*read_together}, key=number_of.__getitem__)
+    _add_values(graph, group_of, order, again, profile.sizes, together_at)
     _add_orders(graph, group_of, capture, profile.sizes)
     return graph
 
@@ -96,12 +101,13 @@ def _add_values(
     order: list[fx.Node],
     again: Recomputation,
     sizes: Mapping[str, int],
+    read_together: Sequence[fx.Node],
 ) -> None:
     """Adds an edge from each group to the readers of its values, with what a cut through it sends,
     and the bytes of all that a group sends."""
     position = {node: index for index, node in enumerate(order)}
     for node in group_of:
-        for reader in node.users:
+        for reader in [*node.users, *(read_together[-1:] if node in read_together else ())]:
             if reader in group_of and group_of[reader] != group_of[node]:
                 _carry(graph, group_of[node], group_of[reader], (), sizes)
                 for source in sorted(again.sources(node), key=position.__getitem__):

@@ -1,7 +1,8 @@
 """A criterion outside the model -> the loss of a micro-batch.
 
 The criterion gets the model's outputs in the structure of the model. It runs at the last stage that
-makes one of them; outputs of other stages are not sent there, and reading one is an error.
+makes one of them, to which the others are sent. A folder of an older version sends none: reading an
+output of another stage is an error then.
 """
 
 from __future__ import annotations
@@ -56,8 +57,7 @@ def _elsewhere(name: str, stage: int, here: int) -> Tensor:
             raise DataError(
                 f"the criterion reads {name}, an output of the model that stage {stage} makes, but "
                 f"it runs at stage {here} and gets the outputs of that stage alone.",
-                "Compute the loss in forward and return it as 'loss', or cut the model before "
-                "the first of its outputs: asyncpipe-partition --cut-at.",
+                "Partition the model again: asyncpipe-partition.",
             )
 
     return torch.empty(0).as_subclass(Elsewhere)
