@@ -1,8 +1,8 @@
 """A criterion outside the model -> the loss of a micro-batch.
 
 The criterion gets the model's outputs in the structure of the model. It runs at the last stage that
-makes one of them, to which the others are sent. A folder of an older version sends none: reading an
-output of another stage is an error then.
+makes one of them, to which the others are sent. Parameters and buffers among the outputs are not
+sent, nor is any output by a folder of an older version: to read one of these is an error.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .run import TARGET, Criterion, LossOf, Values, loss_stage, output_names
 def loss_of_stage(plan: Plan, stage: int, criterion: Criterion | None) -> LossOf | None:
     """The function that computes the loss at a stage; None for other stages.
 
-    A criterion runs at the last stage that makes a model output, and may read the outputs of that
-    stage alone. Raises PlanError if no stage makes the loss.
+    A criterion runs at the last stage that makes a model output, and may read what this stage
+    returns. Raises PlanError if no stage makes the loss.
     """
     if stage != loss_stage(plan):
         return None
@@ -56,8 +56,9 @@ def _elsewhere(name: str, stage: int, here: int) -> Tensor:
         def __torch_function__(cls, *_: Any) -> Any:
             raise DataError(
                 f"the criterion reads {name}, an output of the model that stage {stage} makes, but "
-                f"it runs at stage {here} and gets the outputs of that stage alone.",
-                "Partition the model again: asyncpipe-partition.",
+                f"it runs at stage {here} and gets what that stage returns.",
+                "Compute this part of the loss in forward if it is a parameter or buffer; or "
+                "partition the model again: asyncpipe-partition.",
             )
 
     return torch.empty(0).as_subclass(Elsewhere)
