@@ -150,8 +150,9 @@ class CostGraphs:
         with explained():
             solution = planner.plan(graph)
         placed = stage_of_nodes(self.capture, graph, solution.stage_of, self.recomputation)
-        names = [node.name for node in self.read_together]
-        divided, placed = with_last_outputs(*separated(self.capture, placed), names)
+        divided, placed = separated(self.capture, placed)
+        if self.read_together:
+            divided, placed = with_last_outputs(divided, placed)
         divided, placed = with_whole_boundaries(divided, placed)
         stage_graphs = split(divided, placed, Recomputation(divided, prices))
         return Cut(divided, stage_graphs, placed, graph, solution)

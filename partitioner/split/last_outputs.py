@@ -12,7 +12,7 @@ last stage that makes one. The outputs of earlier stages are sent there, and ret
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from torch import fx
 
@@ -21,14 +21,15 @@ from .ssa import GraphCopy
 
 
 def with_last_outputs(
-    capture: Capture, stage_of: Mapping[fx.Node, int], names: Collection[str]
+    capture: Capture, stage_of: Mapping[fx.Node, int]
 ) -> tuple[Capture, dict[fx.Node, int]]:
     """A capture of new nodes with the old names and few more, and the stages of its nodes.
 
-    Returns the arguments if one stage makes all outputs of these names. `stage_of` gives the stage
-    of every node except placeholders, attributes and the output.
+    Returns the arguments if one stage makes all outputs. `stage_of` gives the stage of every node
+    except placeholders, attributes and the output.
     """
-    outputs = [node for node in stage_of if node.name in names]
+    (output,) = capture.graph.find_nodes(op="output")
+    outputs = [node for node in output.all_input_nodes if node in stage_of]
     last = max((stage_of[node] for node in outputs), default=0)
     earlier = [node for node in outputs if stage_of[node] < last]
     if not earlier:
