@@ -168,10 +168,10 @@ def check_modes(modules: Mapping[int, nn.Module], blocks: Blocks, most: int) -> 
         rest = own & {*blocks.head, *_names_after(blocks, most)}
         if written_out and (len(here) > 1 or rest):
             raise FreezeError(
-                f"stage {stage} has the code of {written_out[0]} in its own forward, where one "
-                f"mode holds for all of its {len(here)} blocks, so they cannot freeze one by one.",
-                "Partition the model again with cuts between blocks (--cut-at), and without "
-                "--code flat.",
+                f"stage {stage} has the code of {written_out[0]} in its own forward, which has one "
+                f"mode, so {written_out[0]} cannot freeze while the rest of the stage trains.",
+                "Partition the model again with cuts between blocks only (--granularity module), "
+                "and without --code flat.",
             )
 
 
