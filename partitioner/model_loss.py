@@ -28,7 +28,8 @@ from .models.load import ModelSource
 
 def loss_output(capture: Capture, criterion: object) -> str | None:
     """The result that is the loss, a single number: the one under "loss"; without a criterion, also
-    the only result, or the only one of several that a loss function of torch returns."""
+    the only result, or the only number of several, if it is computed from what a loss function of
+    torch returns."""
     (output,) = capture.graph.find_nodes(op="output")
     returned = output.args[0]
     numbers = [node for node in output.all_input_nodes if node.meta.get("shape") == ()]
@@ -37,7 +38,7 @@ def loss_output(capture: Capture, criterion: object) -> str | None:
     if criterion is not None or len(numbers) != 1:
         return None
     is_alone = isinstance(returned, fx.Node)
-    return numbers[0].name if is_alone or _is_loss_function(capture, numbers[0]) else None
+    return numbers[0].name if is_alone or _is_made_of_losses(capture, numbers[0]) else None
 
 
 def criterion_inputs(capture: Capture, criterion: object) -> tuple[fx.Node, ...]:
@@ -48,6 +49,24 @@ def criterion_inputs(capture: Capture, criterion: object) -> tuple[fx.Node, ...]
         return ()
     returned = {*output.all_input_nodes}
     return tuple(node for node in capture.graph.nodes if node in returned and not is_external(node))
+
+
+_ARITHMETIC = frozenset(
+    "add iadd sub isub mul imul div truediv itruediv neg mean sum stack float to".split()
+)
+
+
+def _is_made_of_losses(capture: Capture, number: fx.Node) -> bool:
+    """True for what a loss function returns, and for sums, products and means with such a part."""
+    reached, unread = {number}, [number]
+    while unread:
+        node = unread.pop()
+        if _is_loss_function(capture, node):
+            return True
+        if _name(node) in _ARITHMETIC:
+            unread += [source for source in node.all_input_nodes if source not in reached]
+            reached.update(node.all_input_nodes)
+    return False
 
 
 def _is_loss_function(capture: Capture, node: fx.Node) -> bool:

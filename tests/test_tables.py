@@ -71,6 +71,14 @@ def test_a_wide_terminal_has_every_column() -> None:
     ]
 
 
+def test_the_load_of_a_stage_counts_its_transfers_as_the_bottleneck_does() -> None:
+    plan = gpt2()
+    loads = (260.0, 520.0, 250.0, 245.53)
+    stages = [replace(stage, load_ms=ms) for stage, ms in zip(plan.stages, loads, strict=True)]
+    rows = stage_table(replace(plan, stages=tuple(stages))).rows
+    assert [row[5] for row in rows] == ["50%", "100%", "48%", "47%"]
+
+
 def test_names_that_would_be_ambiguous_keep_the_module() -> None:
     assert common_module(["a.x", "x"]) == ""
     assert common_module(["a.b.x", "a.b.y", "head"]) == "a.b"

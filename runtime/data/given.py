@@ -104,6 +104,11 @@ def named_values(plan: Plan, batch: Any, *, target: bool) -> dict[str, Tensor]:
         args, kwargs = _positional(batch), {}
         if target:
             *args, kwargs[TARGET] = args
+            if not args and arguments_of(plan):
+                raise DataError(
+                    "the batch is a single value, but the loss needs a target, too.",
+                    "Give a tuple of the inputs and the target.",
+                )
     own = kwargs.pop(TARGET, None)
     if own is None and target:
         free = [name for name in OTHER_NAMES[TARGET] if name not in arguments_of(plan)]

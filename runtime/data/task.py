@@ -94,8 +94,16 @@ def _another_size(plan: Plan, spec: TensorSpec, dim: int, shape: tuple[int, ...]
         f"dimension {dim} of {spec.name} is {size} (in {_text(shape)}), but {plan.name} was "
         f"captured for {wanted} only (in {_text(spec.shape)}).",
         f"Give data that has {wanted} there, or make the plan again with example inputs that have "
-        f"{size}.",
+        f"{size}{_or_every_size(plan, spec, dim)}.",
     )
+
+
+def _or_every_size(plan: Plan, spec: TensorSpec, dim: int) -> str:
+    """The option that frees a dimension of which the capture has tried no second size."""
+    is_tried = "sequence" in plan.sizes or not dtype_of(spec.dtype).is_floating_point
+    if is_tried or not dim:
+        return ""
+    return f"; or, if the model takes every size there, with --sequence-dim {spec.name}={dim}"
 
 
 def _text(shape: Sequence[int | str]) -> str:

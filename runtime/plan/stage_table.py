@@ -18,15 +18,15 @@ from ..formatting import (
     write_share,
 )
 from .forecast import boundary_bytes
-from .plan import Plan, StageSpec
+from .plan import Plan
 
 TEXT_WIDTH = 100
 """Columns of the table in `str(plan)`."""
 
 
 def stage_table(plan: Plan) -> Table:
-    """The modules and costs of each stage, with its share of the slowest one. Names of modules are
-    without the module that they are all in."""
+    """The modules and costs of each stage, with its load as a share of the largest. Names of
+    modules are without the module that they are all in."""
     names = [stage.modules for stage in plan.stages]
     inside = common_module([name for of_stage in names for name in of_stage])
     if not inside:
@@ -111,7 +111,7 @@ def _heading(plan: Plan) -> str:
 
 def _table(plan: Plan, modules: Sequence[Sequence[str]], heading: str) -> Table:
     is_plain = all(stage.ranks == (stage.index,) for stage in plan.stages)
-    slowest = max(map(_total_ms, plan.stages)) or 1.0
+    slowest = max(stage.load_ms for stage in plan.stages) or 1.0
     columns = (
         Column("stage", "text"),
         *(() if is_plain else (Column("rank", "text"),)),
@@ -126,7 +126,7 @@ def _table(plan: Plan, modules: Sequence[Sequence[str]], heading: str) -> Table:
     )
     rows = []
     for stage, names in zip(plan.stages, modules, strict=True):
-        share = _total_ms(stage) / slowest
+        share = stage.load_ms / slowest
         sent = sum(boundary_bytes(boundary, plan.sizes) for boundary in stage.sends)
         rows.append(
             (
@@ -143,7 +143,3 @@ def _table(plan: Plan, modules: Sequence[Sequence[str]], heading: str) -> Table:
             )
         )
     return Table(columns, tuple(rows))
-
-
-def _total_ms(stage: StageSpec) -> float:
-    return stage.forward_ms + stage.backward_ms

@@ -130,7 +130,8 @@ def _check_objects(plan: Plan, loss: object, optimizer: object) -> None:
     if loss is None and plan.loss is None and plan.criterion is None:
         raise SettingsError(
             f"{plan.name} returns no loss, and none was given.",
-            'Give Pipeline(..., loss="cross_entropy"), or a function of the output and the target.',
+            'Give Pipeline(..., loss="cross_entropy"), or a function of the output and the target, '
+            "or return {'loss': loss} from forward.",
         )
     if optimizer is not None and not isinstance(optimizer, str):
         raise SettingsError(

@@ -89,7 +89,9 @@ class Gpt(nn.Module):
             return logits
         loss = cross_entropy(logits.view(-1, 256), targets.view(-1), ignore_index=-1)
         if self.returns == "more":
-            return logits, loss * 2
+            return logits, logits.square().mean()
+        if self.returns == "sum":
+            return logits, sum([loss * 0.5, (loss + 0.1 * logits.square().mean()) / 2])
         return (logits, loss) if self.returns == "tuple" else {"loss": loss, "logits": logits}
 
 
@@ -108,6 +110,10 @@ def as_dict():
 
 def as_more():
     return Gpt("more"), pairs()
+
+
+def as_sum():
+    return Gpt("sum"), pairs()
 
 
 def without_targets():
@@ -263,6 +269,12 @@ def test_a_number_that_no_loss_function_made_is_not_taken_for_the_loss(models: P
     made(models, "--model", "own.py:as_more", "--stages", "2", "--output", "g")
     assert read_plan(models / "g").loss is None
     assert "returns no loss and names no criterion" in error_of(models, "train", "g")
+
+
+def test_a_sum_of_losses_and_penalties_is_the_loss(models: Path) -> None:
+    made(models, "--model", "own.py:as_sum", "--stages", "2", "--output", "g")
+    plan = read_plan(models / "g")
+    assert plan.loss == plan.outputs[1]
 
 
 def test_time_first_trains_as_batch_first_on_a_loss_alone(models: Path) -> None:

@@ -68,6 +68,7 @@ def test_sizes_of_the_data_are_compared_before_anything_runs(tmp_path: Path) -> 
     pipe.stages[0].register_forward_pre_hook(lambda stage, given: ran.append(stage))
     for x, y, words in [
         ((4, 8, 6), (4, 5), r"dimension 1 of x is 8 \(in \[4, 8, 6\]\), .* captured for 3 only"),
+        ((4, 8, 6), (4, 5), "if the model takes every size there, with --sequence-dim x=1"),
         ((4, 3, 6), (4, 1), r"dimension 1 of y is 1 \(in \[4, 1\]\), but .* captured for 5 only"),
         ((4, 3, 6), (5,), r"y has the shape \[5\], but .* captured with \[batch, 5\]"),
         ((4, 3, 6), (5, 5), "the batch size is 4 in dimension 0 of x, but 5 in dimension 0 of y"),

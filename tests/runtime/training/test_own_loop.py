@@ -567,7 +567,7 @@ Break = Callable[[asyncpipe.Pipeline], Any]
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda pipe: pipe.step((batches(1)[0][0],)), "got nothing"),
+        (lambda pipe: pipe.step((batches(1)[0][0],)), "the loss needs a target, too"),
         (lambda pipe: pipe.step({"x": batches(1)[0][0]}), "no target for the loss"),
         (lambda pipe: pipe.step((torch.zeros(3, 16), torch.zeros(2).long())), "x 3, target 2"),
         (lambda pipe: pipe.step((torch.zeros(0, 16), torch.zeros(0).long())), "has 0 samples"),
