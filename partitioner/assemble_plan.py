@@ -22,7 +22,7 @@ from ..runtime.plan.plan import (
 )
 from ..runtime.plan.setting import PlanSetting, RankSpec
 from ..runtime.plan.structure import described, names_in
-from .capture import Capture, IfTraining, Size
+from .capture import Capture, IfTraining, Size, state_of
 from .graph.problem import StageLoad
 from .graph.tensor_sums import TensorSums
 from .model_loss import counted_targets, is_sum, loss_output, notes_of_sums
@@ -112,7 +112,7 @@ def assemble(
         profile=profile.facts,
         hashes={},
         weights=facts.weights,
-        state_keys=tuple(capture.model.state_dict()),
+        state_keys=tuple(state_of(capture.model)),
         unused=unused_tensors(capture, stage_graphs),
         notes=_notes(capture, facts.criterion, outputs, values, loss),
         default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
@@ -420,7 +420,7 @@ def _shared_parameters(
             others = tuple(name for name in aliases if name != owner)
             trains = capture.model.get_parameter(owner).requires_grad
             shared.append(SharedParameter((owner, *others), holders, trains))
-    saved = capture.model.state_dict(keep_vars=True)
+    saved = state_of(capture.model)
     of_buffer: dict[int, list[str]] = {}
     for name, buffer in capture.model.named_buffers(remove_duplicate=False):
         if name in saved:

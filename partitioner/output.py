@@ -27,7 +27,7 @@ from ..runtime.limits import ListOf, flag_of
 from ..runtime.plan.plan import Plan, read_plan
 from ..runtime.tensor_files import tensor_bytes, write_index, write_shard
 from ..runtime.user_code import file_hash, portable
-from .capture import Capture
+from .capture import Capture, state_of
 from .capture.sizes import format_dimension, sizes_text
 from .planning.keywords import PlanConfig
 from .planning.options import DEFAULTS, OPTIONS, PartitionOptions
@@ -176,10 +176,8 @@ def _changes(plan: Plan, new: Mapping[str, object]) -> str:
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """The current state_dict, with copies of buffers, because a forward may change them."""
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    return {
-        name: value.clone() if name in buffers else value
-        for name, value in model.state_dict().items()
-    }
+    state = {name: value.detach() for name, value in state_of(model).items()}
+    return {name: value.clone() if name in buffers else value for name, value in state.items()}
 
 
 def write_weights_of(

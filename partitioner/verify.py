@@ -22,7 +22,7 @@ from ..runtime.executor.loading import SkipRandomInit, run_stage, stage_builder
 from ..runtime.executor.run import where_in_stage
 from ..runtime.plan.plan import Plan, StageSpec
 from ..runtime.plan.structure import rebuilt
-from .capture import Arguments, read_arguments
+from .capture import Arguments, read_arguments, state_of
 from .capture.check import (
     MAX_PARAMETERS_WITH_GRADIENTS,
     compare,
@@ -139,7 +139,7 @@ def _verified(
 
 def verify_names(model: nn.Module, plan: Plan, stages: list[nn.Module]) -> None:
     """Checks that the stages' state_dicts split the model's: keys and shapes, apart from ties."""
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    expected = {name: tensor.shape for name, tensor in state_of(model).items()}
     actual = {name: tensor.shape for stage in stages for name, tensor in stage.state_dict().items()}
     tied = {name for shared in plan.shared for name in shared.names}
     unused = expected.keys() - actual.keys() - tied - set(plan.unused)

@@ -35,7 +35,14 @@ from .aliasing import (
     make_tables,
     runs,
 )
-from .arguments import Arguments, read_arguments, verify_arguments, verify_hooks, verify_shapes
+from .arguments import (
+    Arguments,
+    read_arguments,
+    state_of,
+    verify_arguments,
+    verify_hooks,
+    verify_shapes,
+)
 from .batch_dimension import corrected, find_batch, fixed, with_places
 from .check import check_capture
 from .fake_inputs import (
@@ -80,7 +87,7 @@ __all__ = [
     "Recompute", "Region", "DimensionOption", "Size", "capture", "colocated",
     "draws_in_order", "find_dimensions", "in_order",
     "read_arguments", "run", "size_text",
-    "tensor_spec",
+    "state_of", "tensor_spec",
 ]  # fmt: skip
 
 METHODS = ("auto", "tracer", "dynamo")

@@ -186,10 +186,16 @@ def verify_hooks(model: nn.Module) -> None:
             )
 
 
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model's state_dict, without settings that its class adds."""
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
 def _verify_names(model: nn.Module) -> None:
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    for name in model.state_dict():
+    for name in state_of(model):
         if name not in own:
             raise CaptureError(
                 f"the state_dict has {name}, which is neither a parameter nor a buffer: a hook of "

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...runtime.plan.plan import TensorSpec
 from ...runtime.tensor_parallel.functions import local
 from ...runtime.tensor_parallel.ranks import Split
-from .arguments import Arguments, map_leaves
+from .arguments import Arguments, map_leaves, state_of
 from .model_state import in_mode
 from .operations import on_fakes, runnable
 from .values import CallRecord, IfTraining, Local, LocalDevice, ModuleCall, Region, Size, size_text
@@ -76,7 +76,7 @@ class Capture:
     @property
     def sha256(self) -> str:
         """SHA-256 of the graph's text and of the names and shapes of its tensors."""
-        state = self.model.state_dict()
+        state = state_of(self.model)
         shapes = "".join(f"{name}{tuple(tensor.shape)}" for name, tensor in state.items())
         return hashlib.sha256(f"{self.graph}{shapes}".encode()).hexdigest()
 

@@ -10,8 +10,7 @@ the torch-level graph that Dynamo makes of it instead. Both return a tracer with
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Protocol
@@ -37,7 +36,7 @@ from .patches import CURE as GRADIENTS_CURE
 from .patches import LenNeeded, patched, watched_gradients
 from .random_numbers import watched_draws, watched_seeds
 from .readings import Shadow
-from .size_guards import add_size_guards
+from .size_guards import add_size_guards, contracting_in_order_of_example
 from .sizes import enlarged, resized, sizes_in, smaller_sizes
 from .tracer import Tracer
 
@@ -368,7 +367,7 @@ def trace_forward(
                 watched_gradients(tracer, model),
                 watched_seeds(tracer),
                 traced_transforms(tracer),
-                _without_opt_einsum(),
+                contracting_in_order_of_example(),
                 enable_python_dispatcher(),
                 world.mode,
                 tracer.random,
@@ -396,23 +395,6 @@ def trace_forward(
             modules = now  # New modules draw random numbers, but only in the first run.
             continue
         return tracer
-
-
-@contextmanager
-def _without_opt_einsum() -> Iterator[None]:
-    """Switches off opt_einsum for the block: it needs sizes as numbers, and only chooses an order.
-
-    torch's `flags` is not enough: an assignment to `torch.backends.opt_einsum.enabled`, as torch
-    documents it, hides the flag that `flags` sets.
-    """
-    switch = torch.backends.opt_einsum
-    assigned = vars(switch).pop("enabled", None)
-    try:
-        with switch.flags(enabled=False):
-            yield
-    finally:
-        if assigned is not None:
-            switch.enabled = assigned
 
 
 def trace_dynamo(

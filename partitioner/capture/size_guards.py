@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import sympy
@@ -64,6 +64,27 @@ class Decision:
 def at_least_two(symbol: str) -> Decision:
     """The decision that a size is not 1."""
     return Decision(sympy.Symbol(symbol, integer=True, positive=True) >= 2, "", "")
+
+
+@contextmanager
+def contracting_in_order_of_example() -> Iterator[None]:
+    """Lets opt_einsum choose the order of contractions by the example's sizes, in the block: it
+    needs sizes as numbers, and every order gives the same result. torch does without it there.
+
+    torch's `flags` is not enough: an assignment to `torch.backends.opt_einsum.enabled`, as torch
+    documents it, hides the flag that `flags` sets.
+    """
+    switch = torch.backends.opt_einsum
+    assigned = vars(switch).pop("enabled", None)
+    chooser = vars(sys.modules.get("opt_einsum.contract", ModuleType("absent")))
+    chooser["int"] = lambda size: size.node.hint if isinstance(size, torch.SymInt) else int(size)
+    try:
+        with switch.flags(enabled=False):
+            yield
+    finally:
+        del chooser["int"]
+        if assigned is not None:
+            switch.enabled = assigned
 
 
 class SizeDecisions:

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from ...runtime.tensor_parallel.ranks import Split
 from ..capture import Capture, IfTraining, Local, LocalDevice, ModuleCall, Recompute, Size
+from ..capture.arguments import state_of
 from ..capture.graph import LocalNames
 from ..capture.leaf_modules import Constructor, construct
 from ..capture.values import is_mutating
@@ -100,7 +101,7 @@ class Canonicalizer:
         }
         self._constructors: dict[str, Constructor] = {}
         self._done: dict[Body, Canonical] = {}
-        self._persistent = set(capture.model.state_dict(keep_vars=True))
+        self._persistent = set(state_of(capture.model))
 
     @property
     def imported_classes(self) -> frozenset[str]:

@@ -30,7 +30,7 @@ from torch.overrides import resolve_name
 from torch.utils._sympy.functions import FloorDiv
 
 from ...runtime.errors import PlanError
-from ..capture import Capture, Region, Size
+from ..capture import Capture, Region, Size, state_of
 from ..capture.random_numbers import Draw
 from ..capture.values import size_text
 from ..split.split import StageGraph, used_names
@@ -432,7 +432,7 @@ def _dtype_of_literal(value: Tensor) -> tuple[Code, ...]:
 def extra_tensors(capture: Capture, stages: Iterable[StageGraph]) -> dict[str, Tensor]:
     """The tensors outside the state_dict that the generated code needs and cannot make, by their
     names in the original; those of a model on meta have no values."""
-    saved = set(capture.model.state_dict(keep_vars=True))
+    saved = set(state_of(capture.model))
     names = (name for stage in stages for name in used_names(capture, stage)[1])
     tensors = {name: _tensor(capture, name) for name in names if name not in saved}
     return {name: tensor.detach() for name, tensor in tensors.items() if rebuild(tensor) is None}

@@ -20,7 +20,7 @@ from typing import Any
 import networkx as nx
 from torch import Tensor, fx
 
-from ..capture import Capture, Size, colocated
+from ..capture import Capture, Size, colocated, state_of
 from ..capture.aliasing import families
 from ..capture.graph import is_external, is_guard
 from ..profile.profiler import Profile
@@ -349,7 +349,7 @@ def _changed_state(capture: Capture) -> set[int]:
 
 def _free_tensors(capture: Capture) -> set[str]:
     """Constants and non-persistent buffers: outside the state_dict, so any stage may have them."""
-    saved = set(capture.model.state_dict(keep_vars=True))
+    saved = set(state_of(capture.model))
     buffers = {name for name, _ in capture.model.named_buffers(remove_duplicate=False)}
     return (buffers - saved) | set(capture.constants)
 

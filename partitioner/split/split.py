@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from ...runtime.errors import PlanError
-from ..capture import Capture, Local, LocalDevice, Size
+from ..capture import Capture, Local, LocalDevice, Size, state_of
 from ..capture.graph import LocalNames, is_external
 from ..graph.rematerialize import Recomputation
 from ..models.torch_modules import is_torch_leaf
@@ -358,9 +358,9 @@ def stage_tensors(capture: Capture, stage: StageGraph) -> StageTensors:
             names |= {f"{path}.{own}" for own, _ in model.get_submodule(path).named_parameters()}
     for path in modules:
         leaf = model.get_submodule(path)
-        names |= {f"{path}.{name}" for name in leaf.state_dict(keep_vars=True)}
+        names |= {f"{path}.{name}" for name in state_of(leaf)}
         names |= {f"{path}.{name}" for name, _ in leaf.named_parameters()}
-    saved = model.state_dict(keep_vars=True)
+    saved = state_of(model)
     return StageTensors(
         modules=tuple(modules),
         parameters=tuple(
@@ -393,7 +393,7 @@ def used_names(capture: Capture, stage: StageGraph) -> tuple[tuple[str, ...], tu
 
 def unused_tensors(capture: Capture, stages: Iterable[StageGraph]) -> tuple[str, ...]:
     """Names in the model's state_dict whose tensor no stage holds under any name."""
-    saved = capture.model.state_dict(keep_vars=True)
+    saved = state_of(capture.model)
     used_ids: set[int] = set()
     for stage in stages:
         tensors = stage_tensors(capture, stage)

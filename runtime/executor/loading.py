@@ -362,7 +362,7 @@ class Pipe(nn.Module):
                 f"the state_dict lacks {len(absent)} of {len(own)} tensors of "
                 f"{self.plan.name}, the first is {absent[0]}."
             )
-        foreign = [key for key in state_dict if key not in own]
+        foreign = [k for k, v in state_dict.items() if isinstance(v, Tensor) and k not in own]
         if foreign and strict:
             raise DataError(
                 f"the state_dict has {len(foreign)} tensors that {self.plan.name} lacks, the "

@@ -4,10 +4,11 @@ traceback: the smallest model of each, exact or refused with its cause."""
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -200,6 +201,57 @@ def test_einsum_is_traced_without_opt_einsum(
     capture(Product(), {"x": X})
     assert set(seen) == {False, True}  # traces, and the model itself
     assert torch.backends.opt_einsum.enabled
+
+
+CONTRACT = """
+import torch
+
+def contract(equation, *operands):
+    rows = {letter: int(size) for letter, size in zip("bi", operands[0].shape)}
+    columns = int("4")
+    product = torch.einsum("ij,jk->ik", *operands[1:]) if rows["b"] < columns else operands[1]
+    result = torch.einsum("bi,ij->bj", operands[0], product)
+    return result if rows["b"] < columns else torch.einsum("bj,jk->bk", result, operands[2])
+"""
+
+
+def test_an_order_of_contractions_that_opt_einsum_chooses_by_numbers_is_that_of_the_example(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = ModuleType("opt_einsum.contract")
+    exec(CONTRACT, vars(package))
+    monkeypatch.setitem(sys.modules, "opt_einsum.contract", package)
+
+    class Contracted(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            first = super().forward(x)
+            return vars(package)["contract"]("bi,ij,jk->bk", first, torch.eye(3), torch.ones(3, 4))
+
+    model = Contracted()
+    asyncpipe.partition(model, (X,), stages=2, output=tmp_path / "cut", profile="analytic")
+    assert vars(package).get("int") is None
+    pipe = asyncpipe.load(tmp_path / "cut")
+    for batch in (2, 3, 9):
+        x = torch.randn(batch, *X.shape[1:])
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+class WithSettings(Two):
+    """Adds its settings to the state_dict, as the models of neuraloperator do."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        state["_metadata"] = {"width": 4}
+        return state
+
+
+def test_settings_in_a_state_dict_are_no_weights(tmp_path: Path) -> None:
+    model = WithSettings()
+    plan = asyncpipe.partition(model, (X,), stages=2, output=tmp_path / "cut", profile="analytic")
+    assert set(plan.state_keys) == dict(model.named_parameters()).keys()
+    pipe = asyncpipe.load(tmp_path / "cut")
+    assert pipe.load_state_dict(model.state_dict()) == ([], [])
+    torch.testing.assert_close(pipe(X), model(X), rtol=0, atol=0)
 
 
 class OwnGenerator(Two):
