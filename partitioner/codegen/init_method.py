@@ -121,7 +121,7 @@ class Scope:
             if member.leaf is not None:
                 return _within(text, names[position:])
             if name not in member.children:
-                raise Conflict([member.path])
+                raise Conflict([self._base or member.path])
             text += self._step(member, name)
             member = member.children[name]
         return (handles or {}).get(member.path, text)
@@ -195,7 +195,7 @@ class Scope:
                 scope = self._scopes[member.instance]
                 return scope._member(scope._path(names[position:]))
             if name not in member.children:
-                raise Conflict([member.path])
+                raise Conflict([self._base or member.path])
             member = member.children[name]
         return member
 

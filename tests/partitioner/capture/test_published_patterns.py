@@ -236,6 +236,40 @@ def test_an_order_of_contractions_that_opt_einsum_chooses_by_numbers_is_that_of_
         torch.testing.assert_close(pipe(x), model(x))
 
 
+class Indexed(nn.Module):
+    """neuraloperator calls one module for each layer of lists that it has, by their number."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.skips = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+            self.mlps = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)])
+
+        def forward(self, x: Tensor, index: int) -> Tensor:
+            skip = self.skips[index](x)
+            x = self.mlps[index](x) + skip
+            return torch.relu(x) if index < 2 else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.Layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in range(3):
+            x = self.layers(x, index)
+        return x
+
+
+@pytest.mark.parametrize("cut", ["mlps.0", "skips.1", "mlps.1", "skips.2", "mlps.2"])
+def test_stages_have_their_layers_of_a_module_that_is_called_by_number(
+    cut: str, tmp_path: Path
+) -> None:
+    model, folder = Indexed(), tmp_path / "cut"
+    options: dict[str, Any] = {"profile": "analytic", "output": folder}
+    asyncpipe.partition(model, (X,), stages=2, cut_at=(f"layers.{cut}",), **options)
+    torch.testing.assert_close(asyncpipe.load(folder)(X[:3]), model(X[:3]), rtol=0, atol=0)
+
+
 class WithSettings(Two):
     """Adds its settings to the state_dict, as the models of neuraloperator do."""
 
