@@ -7,7 +7,7 @@ micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from inspect import signature
 from typing import Any
 
@@ -28,8 +28,7 @@ from .models.load import ModelSource
 
 def loss_output(capture: Capture, criterion: object) -> str | None:
     """The result that is the loss, a single number: the one under "loss"; without a criterion, also
-    the only result, or the only number of several, if it is computed from what a loss function of
-    torch returns."""
+    the only result, or the only number of several that `_is_loss_beside`."""
     (output,) = capture.graph.find_nodes(op="output")
     returned = output.args[0]
     numbers = [node for node in output.all_input_nodes if node.meta.get("shape") == ()]
@@ -37,8 +36,20 @@ def loss_output(capture: Capture, criterion: object) -> str | None:
         return returned["loss"].name if returned["loss"] in numbers else None
     if criterion is not None or len(numbers) != 1:
         return None
-    is_alone = isinstance(returned, fx.Node)
-    return numbers[0].name if is_alone or _is_made_of_losses(capture, numbers[0]) else None
+    (number,) = numbers
+    others = {*output.all_input_nodes} - {number}
+    is_loss = isinstance(returned, fx.Node) or _is_loss_beside(capture, number, others)
+    return number.name if is_loss else None
+
+
+def _is_loss_beside(capture: Capture, number: fx.Node, others: Set[fx.Node]) -> bool:
+    """True for a number computed from what a loss function returns and from labels, an input that
+    the other results do not read, or from all parameters that these read: others are penalties."""
+    inputs = {spec.name for spec in capture.inputs}
+    own, rest = _read_by(capture, {number}), _read_by(capture, others)
+    return _is_made_of_losses(capture, number) and (
+        not inputs.isdisjoint(own - rest) or own >= rest - inputs
+    )
 
 
 def criterion_inputs(capture: Capture, criterion: object) -> tuple[fx.Node, ...]:
@@ -67,6 +78,21 @@ def _is_made_of_losses(capture: Capture, number: fx.Node) -> bool:
             unread += [source for source in node.all_input_nodes if source not in reached]
             reached.update(node.all_input_nodes)
     return False
+
+
+def _read_by(capture: Capture, nodes: Set[fx.Node]) -> set[str]:
+    """The inputs, and the parameters that train or the modules of such, from which nodes are
+    computed."""
+    reached = {*nodes}
+    unread = [*reached]
+    while unread:
+        sources = {*unread.pop().all_input_nodes} - reached
+        reached |= sources
+        unread += sources
+    inputs = {node.name for node in reached if node.op == "placeholder"}
+    held = {str(node.target) for node in reached if node.op in ("get_attr", "call_module")}
+    names = [f"{name}." for name, each in capture.model.named_parameters() if each.requires_grad]
+    return inputs | {target for target in held if any(n.startswith(f"{target}.") for n in names)}
 
 
 def _is_loss_function(capture: Capture, node: fx.Node) -> bool:

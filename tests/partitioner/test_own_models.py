@@ -20,7 +20,7 @@ from asyncpipe.tests.support.processes.in_process import command, error_of
 MODELS = """
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
 
 class Language(nn.Module):
@@ -90,6 +90,8 @@ class Gpt(nn.Module):
         loss = cross_entropy(logits.view(-1, 256), targets.view(-1), ignore_index=-1)
         if self.returns == "more":
             return logits, logits.square().mean()
+        if self.returns == "part":
+            return logits, mse_loss(self.wte(idx), self.wte(idx).detach() * 0.5)
         if self.returns == "sum":
             return logits, sum([loss * 0.5, (loss + 0.1 * logits.square().mean()) / 2])
         return (logits, loss) if self.returns == "tuple" else {"loss": loss, "logits": logits}
@@ -114,6 +116,10 @@ def as_more():
 
 def as_sum():
     return Gpt("sum"), pairs()
+
+
+def as_part():
+    return Gpt("part"), pairs()
 
 
 def without_targets():
@@ -265,8 +271,11 @@ def test_a_model_that_moves_its_labels_or_inputs_is_given_the_tokens_as_labels(
     assert read_plan(models / factory).next_labels == label
 
 
-def test_a_number_that_no_loss_function_made_is_not_taken_for_the_loss(models: Path) -> None:
-    made(models, "--model", "own.py:as_more", "--stages", "2", "--output", "g")
+@pytest.mark.parametrize("factory", ["as_more", "as_part"])
+def test_a_number_that_no_loss_function_made_or_that_trains_a_part_is_not_taken_for_the_loss(
+    models: Path, factory: str
+) -> None:
+    made(models, "--model", f"own.py:{factory}", "--stages", "2", "--output", "g")
     assert read_plan(models / "g").loss is None
     assert "returns no loss and names no criterion" in error_of(models, "train", "g")
 
