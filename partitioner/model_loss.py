@@ -43,8 +43,9 @@ def loss_output(capture: Capture, criterion: object) -> str | None:
 
 
 def _is_loss_beside(capture: Capture, number: fx.Node, others: Set[fx.Node]) -> bool:
-    """True for a number computed from what a loss function returns and from labels, an input that
-    the other results do not read, or from all parameters that these read: others are penalties."""
+    """True for a number computed from what a loss function returns, if it also depends on labels
+    (an input that the other results do not read) or on every parameter that these depend on.
+    Another number is a penalty beside them."""
     inputs = {spec.name for spec in capture.inputs}
     own, rest = _read_by(capture, {number}), _read_by(capture, others)
     return _is_made_of_losses(capture, number) and (

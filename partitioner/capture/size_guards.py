@@ -69,7 +69,7 @@ def at_least_two(symbol: str) -> Decision:
 @contextmanager
 def contracting_in_order_of_example() -> Iterator[None]:
     """Lets opt_einsum choose the order of contractions by the example's sizes, in the block: it
-    needs sizes as numbers, and every order gives the same result. torch does without it there.
+    needs sizes as numbers, and every order gives the same result. torch.einsum does without it.
 
     torch's `flags` is not enough: an assignment to `torch.backends.opt_einsum.enabled`, as torch
     documents it, hides the flag that `flags` sets.
@@ -77,7 +77,7 @@ def contracting_in_order_of_example() -> Iterator[None]:
     switch = torch.backends.opt_einsum
     assigned = vars(switch).pop("enabled", None)
     chooser = vars(sys.modules.get("opt_einsum.contract", ModuleType("absent")))
-    chooser["int"] = lambda size: size.node.hint if isinstance(size, torch.SymInt) else int(size)
+    chooser["int"] = _number_of_example
     try:
         with switch.flags(enabled=False):
             yield
@@ -85,6 +85,12 @@ def contracting_in_order_of_example() -> Iterator[None]:
         del chooser["int"]
         if assigned is not None:
             switch.enabled = assigned
+
+
+def _number_of_example(size: Any) -> int:
+    """The number that a size has in the example; torch's error for a size that values decide."""
+    is_known = isinstance(size, torch.SymInt) and size.node.has_hint()
+    return int(size.node.hint if is_known else size)
 
 
 class SizeDecisions:

@@ -227,8 +227,8 @@ def test_an_order_of_contractions_that_opt_einsum_chooses_by_numbers_is_that_of_
             first = super().forward(x)
             return vars(package)["contract"]("bi,ij,jk->bk", first, torch.eye(3), torch.ones(3, 4))
 
-    model = Contracted()
-    asyncpipe.partition(model, (X,), stages=2, output=tmp_path / "cut", profile="analytic")
+    model, options = Contracted(), {"output": tmp_path / "cut", "profile": "analytic"}
+    asyncpipe.partition(model, (X,), stages=2, capture="tracer", **options)
     assert vars(package).get("int") is None
     pipe = asyncpipe.load(tmp_path / "cut")
     for batch in (2, 3, 9):
