@@ -304,7 +304,7 @@ def gradients_asked(
     """The error and its cure, if results with gradients differ from those without.
 
     `call` makes the results from equal parameters, buffers and random numbers, with gradients or
-    under `torch.no_grad()`.
+    under `torch.no_grad()`. The model is unchanged afterwards.
     """
     places_asked: list[str] = []
 
@@ -316,10 +316,12 @@ def gradients_asked(
     before = sys.getprofile()
     sys.setprofile(watch)
     try:
-        recorded = call(True)
+        with unchanged(model):
+            recorded = call(True)
     finally:
         sys.setprofile(before)
-    plain = call(False)
+    with unchanged(model):
+        plain = call(False)
     if _are_equal(recorded, plain):
         return None
     where = places_asked[0] if places_asked else f"forward of {type(model).__name__}"

@@ -344,8 +344,7 @@ class _Comparison:
                 return PlanError(*why)
         why = self._memory(inputs)
         if not why and False in first:
-            with unchanged(model):
-                why = gradients_asked(model, partial(self._results, inputs, False))
+            why = gradients_asked(model, partial(self._results, inputs, False))
         return PlanError(*why) if why else error
 
     def _run_model(

@@ -4,6 +4,7 @@ exact."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from asyncpipe.partitioner.verdict import gradients_asked
 from asyncpipe.runtime.errors import CaptureError, PlanError
 from asyncpipe.tests.support.oracles.generated_equality import assert_same, cut
 
@@ -168,6 +170,81 @@ def test_a_result_that_other_weights_or_data_change_is_memory(what: str, tmp_pat
     """The first call computes it for all; a stage would compute it in every call."""
     with pytest.raises(PlanError, match=r"Keeps stores a result of one call in self\.\w+ "):
         cut(Keeps(what), {"x": torch.randn(4, 10, 12)}, tmp_path)
+
+
+class Positions(nn.Module):
+    """A table in a buffer, with its length in an attribute, as rotary-embedding-torch has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(16, 12), persistent=False)
+        self.rates, self.length = nn.Parameter(torch.rand(12), requires_grad=False), 0
+
+    def forward(self, length: int) -> Tensor:
+        if self.length >= length:
+            return self.table[:length]
+        made = torch.arange(length)[:, None] * self.rates
+        self.table[:length] = made
+        self.length = length
+        return made
+
+
+class Averages(nn.BatchNorm1d):
+    """Keeps running averages by operations of its own, and normalizes by them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.running_mean is not None
+        if self.training:
+            with torch.no_grad():
+                self.running_mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+        return x - self.running_mean
+
+
+class Turns(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.lin = shared, nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.shape[1] if isinstance(self.shared, Positions) else x
+        return self.lin(x) * self.shared(given).cos() + self.shared(given).sin()
+
+
+class Holders(nn.Module):
+    """Blocks that all hold one module, both on their own and in their layer."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"shared": shared, "turns": Turns(shared)}) for _ in range(3)
+        )
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block["turns"](x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", [Positions, partial(Averages, 12)])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_buffer_that_several_modules_hold_and_change_is_one(
+    kind: Callable[[], nn.Module], stages: int, tmp_path: Path
+) -> None:
+    assert_same(Holders(kind()), {"x": torch.randn(4, 10, 12)}, tmp_path, stages)
+
+
+def test_a_table_with_its_length_asks_for_no_gradients() -> None:
+    """Each of the two calls that are compared starts with the buffer and the attribute as new."""
+    table = Positions()
+
+    def call(gradients: bool) -> dict[str, Tensor]:
+        with torch.set_grad_enabled(gradients):
+            table.table.zero_()
+            return {"made": table(10).clone()}
+
+    assert gradients_asked(table, call) is None
+    assert table.length == 0
 
 
 class Seeds(nn.Module):
