@@ -123,10 +123,7 @@ def _patched_functions(
             scope["len"] = _symbolic_len
         if is_fake is not None:
             asks["is_fake_tensor"] = lambda value: is_fake(value) and not recorder.is_known(value)
-        with (
-            replaced(builtins, all=_all, any=_any),
-            replaced(F, scaled_dot_product_attention=_attention),
-        ):
+        with replaced(builtins, all=_all, any=_any), _patched_attention():
             yield
     finally:
         if is_fake is not None:
@@ -327,6 +324,22 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     """Attention with `is_causal=length > 1`: the operator takes no relation of free sizes."""
     args, kwargs = pytree.tree_map_only(torch.SymBool, bool, (args, kwargs))
     return _builtin_attention(*args, **kwargs)
+
+
+@contextmanager
+def _patched_attention() -> Iterator[None]:
+    """Patches attention in torch.nn.functional and in the modules that import it from there."""
+    name = _builtin_attention.__name__
+    outside = [held for key, held in sys.modules.copy().items() if not key.startswith("torch.")]
+    scopes = [getattr(module, "__dict__", {}) for module in (F, *outside)]
+    holders = [scope for scope in scopes if scope.get(name) is _builtin_attention]
+    try:
+        for scope in holders:
+            scope[name] = _attention
+        yield
+    finally:
+        for scope in holders:
+            scope[name] = _builtin_attention
 
 
 class LenNeeded(BaseException):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 import asyncpipe
 from asyncpipe.partitioner.capture import Capture, capture, run
@@ -68,9 +69,9 @@ class _Decides(nn.Module):
         if self.how == "attention":
             q = x[None]
             return F.scaled_dot_product_attention(q, q, q, is_causal=batch > 3)
-        if self.how == "attention without names":
+        if self.how == "imported attention without names":
             q = x[None]
-            return F.scaled_dot_product_attention(q, q, q, None, 0.0, batch > 3)
+            return scaled_dot_product_attention(q, q, q, None, 0.0, batch > 3)
         if self.how == "asserted":
             assert batch <= 5
             return x
@@ -83,7 +84,7 @@ _AGREE = {
     "divides": range(2, 20, 2), "in": (2, 4, *range(6, 20)), "between": range(3, 7),
     "last": range(2, 5), "training": range(2, 7), "evaluation": range(2, 7),
     "same size": range(2, 5), "attention": range(4, 20),
-    "attention without names": range(4, 20), "asserted": range(2, 6),
+    "imported attention without names": range(4, 20), "asserted": range(2, 6),
 }  # fmt: skip
 
 
