@@ -409,7 +409,7 @@ class LocalNames:
         for path, module in model.named_modules(remove_duplicate=False):
             self._modules[id(module)].append(path)
             self._module_ids[path] = id(module)
-        self._changed = {s for node in capture.graph.nodes for s in node.meta.get("mutates", ())}
+        self._changed = {each for n in capture.graph.nodes for each in n.meta.get("mutates", ())}
         self._tensors: dict[int, list[str]] = defaultdict(list)
         self._tensor_ids: dict[str, int] = {}
         for name, tensor in (
@@ -434,8 +434,8 @@ class LocalNames:
         return _innermost(path, names, self.calls(node))
 
     def tensor(self, reader: fx.Node, node: fx.Node) -> str:
-        """The name of a `get_attr` node's tensor for the node that reads it. A tensor that forward
-        changes keeps one name: a stage registers a buffer for each."""
+        """The name of a `get_attr` node's tensor for the node that reads it: one for all of them if
+        forward changes the tensor, as a stage registers a buffer for each name."""
         name, is_changed = str(node.target), self._changed & node.meta["storages"]
         names = self._tensors.get(self._tensor_ids.get(name, -1), [])
         return name if is_changed else _innermost(name, names, self.calls(reader))

@@ -17,8 +17,8 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager
-from types import FrameType
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -330,16 +330,13 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
 def _patched_attention() -> Iterator[None]:
     """Patches attention in torch.nn.functional and in the modules that import it from there."""
     name = _builtin_attention.__name__
-    outside = [held for key, held in sys.modules.copy().items() if not key.startswith("torch.")]
-    scopes = [getattr(module, "__dict__", {}) for module in (F, *outside)]
-    holders = [scope for scope in scopes if scope.get(name) is _builtin_attention]
-    try:
-        for scope in holders:
-            scope[name] = _attention
+    outside = (held for key, held in sys.modules.copy().items() if not key.startswith("torch."))
+    plain = [held for held in outside if type(held) is ModuleType]  # others may load on a look
+    with ExitStack() as stack:
+        for module in (F, *plain):
+            if vars(module).get(name) is _builtin_attention:
+                stack.enter_context(replaced(module, scaled_dot_product_attention=_attention))
         yield
-    finally:
-        for scope in holders:
-            scope[name] = _builtin_attention
 
 
 class LenNeeded(BaseException):
