@@ -25,12 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.module_tracker import ModuleTracker
 
 from ...runtime.executor.split_backward import SplitBackward
 from ..capture.arguments import tensors_in
-from .attention_flops import ON_CPU
+from .flops import flop_counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +157,9 @@ class _Bench:
             return tensor
 
         own = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
-        counter = FlopCounterMode(display=False, custom_mapping=ON_CPU)
-        counter.mod_tracker = _NoModules()
         # TorchDynamo never compiles code again that it has met under a mode.
         eager = torch.compiler.set_stance("force_eager")
-        with eager, counter as flops, counting(self.device, [*given, *own]) as counted:
+        with eager, flop_counter() as flops, counting(self.device, [*given, *own]) as counted:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 result = self.operation.call(self.module, given)
             forward_flops, kept_bytes = flops.get_total_flops(), counted.live
@@ -231,7 +227,8 @@ class _Bench:
             inputs_ms, weights_ms, is_split = self._time_parts()
             if number == 0 and not is_split:
                 return 0.0
-            shares.append(weights_ms / (inputs_ms + weights_ms))
+            both_ms = inputs_ms + weights_ms  # 0 on a coarse clock
+            shares.append(weights_ms / both_ms if both_ms else 0.0)
         return statistics.median(shares)
 
     def _time_parts(self) -> tuple[float, float, bool]:
@@ -271,16 +268,6 @@ class _Bench:
                 self.gradients[id(parameter)].add_(gradient)
             else:
                 self.gradients[id(parameter)] = gradient
-
-
-class _NoModules(ModuleTracker):
-    """Sets no hooks, which fail inside an autograd function that calls modules."""
-
-    def __enter__(self) -> _NoModules:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        pass
 
 
 def _seeds(outputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from asyncpipe.partitioner.capture import Capture, capture
+from asyncpipe.partitioner.profile.flops import flop_counter
 from asyncpipe.partitioner.profile.measure import Operation, Repeats, estimate, measure
 from asyncpipe.partitioner.profile.profiler import Profile, WholeTimes, profile, profile_analytic
 from asyncpipe.partitioner.profile.roofline import DeviceSpec
@@ -160,21 +163,37 @@ def test_an_operation_that_refuses_made_up_arguments_counts_as_free_and_is_named
     assert found.nodes[cholesky].forward_ms == 0 and "cholesky" in cholesky
 
 
-def test_the_head_and_a_block_cost_as_their_flops_say():
-    """GPT-2's shape in small: the head's share of the time is near its share of the FLOPs."""
+@dataclass
+class FlopClock:
+    """A clock on which a FLOP takes a nanosecond, and nothing else takes time."""
+
+    mark: Callable[[], int]
+
+    def ms(self, start: int, end: int) -> float:
+        return 1e-6 * (end - start)
+
+
+def test_what_is_timed_is_the_work_that_the_flops_count(monkeypatch):
+    """GPT-2's shape in small, on a clock that FLOPs drive: of each operation, forward and backward
+    are timed, once, on the captured shapes."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=4096, n_positions=64, n_embd=128, n_layer=2, n_head=4)
     tokens = torch.zeros(2, 64, dtype=torch.long)
     inputs = {"input_ids": tokens, "labels": tokens}
     captured = capture(GPT2LMHeadModel(config), inputs, check=False)
-    found = profile(captured, inputs, threads=1)
+    counter = flop_counter()
+    for module in ("measure", "profiler"):
+        clock_of = f"asyncpipe.partitioner.profile.{module}.clock_of"
+        monkeypatch.setattr(clock_of, lambda device: FlopClock(counter.get_total_flops))
+    with counter:
+        found = profile(captured, inputs, threads=1, repeats=QUICK)
     (head,) = (node.name for node in captured.graph.nodes if node.target == "lm_head")
-    cost = found.nodes[head]
-    assert cost.flops == 2 * 128 * 128 * 4096
-    share_of_time = (cost.forward_ms + cost.backward_ms) / (found.forward_ms + found.backward_ms)
-    share_of_flops = cost.flops / found.flops
-    assert share_of_flops / 2.5 < share_of_time < share_of_flops * 2.5
+    assert found.nodes[head].flops == 2 * 128 * 128 * 4096
+    assert found.nodes[head].backward_flops == 2 * found.nodes[head].flops
+    for cost in found.nodes.values():
+        assert cost.forward_ms == pytest.approx(1e-6 * cost.flops)
+        assert cost.backward_ms == pytest.approx(1e-6 * cost.backward_flops)
 
 
 def test_a_model_on_meta_is_measured_without_being_materialised():
