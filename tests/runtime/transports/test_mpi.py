@@ -110,8 +110,8 @@ def idle(rank: int) -> tuple[float, float]:
 
 def test_the_thread_sleeps_with_nothing_under_way_and_naps_otherwise() -> None:
     for nothing_s, posted_s in run_mpi(2, idle):
-        assert nothing_s < 0.02
-        assert posted_s < 0.2
+        assert nothing_s < 0.1
+        assert posted_s < 0.5
 
 
 def let_go(rank: int) -> list[bool]:
