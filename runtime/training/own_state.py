@@ -134,6 +134,7 @@ def load_own(folder: Path, rank: Rank) -> dict[str, Any]:
         ) from error
     kept = {key.partition("."): tensor for key, tensor in state.items()}
     probe = {name: tensor for (kind, _, name), tensor in kept.items() if kind == PROBE}
+    rank.world.meet()  # The folder may be removed as soon as `load` has returned anywhere.
     return facts | {PROBE: probe}
 
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from time import sleep
 from typing import Any, get_type_hints
 
 import pytest
@@ -21,11 +23,13 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau,
 
 import asyncpipe
 from asyncpipe.commands.in_python import TrainKeywords
+from asyncpipe.runtime.checkpoint.storage import read_tensors
 from asyncpipe.runtime.config.settings import Settings
 from asyncpipe.runtime.data.task import SampleOrder
 from asyncpipe.runtime.errors import AsyncPipeError, DataError
 from asyncpipe.runtime.executor.criterion import loss_of_stage
 from asyncpipe.runtime.options import options_of
+from asyncpipe.runtime.training import own_state
 from asyncpipe.runtime.training.joining import PipelineKeywords
 from asyncpipe.tests.support.models.generated import CASES, cut
 from asyncpipe.tests.support.processes.gloo_ranks import RankError, run_processes
@@ -455,6 +459,30 @@ def test_what_is_saved_goes_on_with_the_same_numbers_on_another_number_of_ranks(
     with pytest.raises(AsyncPipeError, match="the state of Counting, and the optimizer is SGD"):
         other = torch.optim.SGD(pipe.parameters(), lr=RATE)
         pipe.load(tmp_path / "saved", optimizer=other)
+
+
+def read_slowly(*arguments: Any) -> dict[str, Tensor]:
+    sleep(1.0)
+    return read_tensors(*arguments)
+
+
+def loaded(rank: int, folder: str, target: str) -> int:
+    """Rank 0 removes the saved folder once it has loaded it; rank 1 reads it slowly."""
+    pipe = asyncpipe.Pipeline(folder, loss=loss_of)
+    pipe.save(target)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(own_state, "read_tensors", read_slowly)
+        pipe.load(target)
+    if rank == 0:
+        shutil.rmtree(target)
+    return pipe.steps
+
+
+def test_a_saved_folder_may_be_removed_as_soon_as_one_rank_has_loaded_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    assert run_processes(2, loaded, str(folder), str(tmp_path / "saved")) == [0, 0]
 
 
 def unlike(rank: int, folder: str) -> str:
