@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..formatting import counted
 from ..plan.plan import Plan
 from ..tensor_files import raw_bytes
 from .samples import OTHER_NAMES
@@ -52,9 +53,10 @@ class GivenBatch:
 def split_batch(
     plan: Plan, batch: Any, count: int, *, replicas: int, target: bool, dtypes: InputDtypes
 ) -> GivenBatch:
-    """A batch in `count` micro-batches for each replica, of sizes as equal as possible, larger ones
-    first; in fewer where it has fewer samples.
+    """A batch in `count` micro-batches, of sizes as equal as possible, larger ones first; in fewer
+    where it has fewer samples.
 
+    replicas: each gets as many micro-batches as the others.
     target: a loss outside the model reads a target.
     dtypes: those of the values.
 
@@ -76,10 +78,14 @@ def split_batch(
         counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise DataError(f"the inputs of a batch differ in their number of samples: {counts}.")
     samples = next(iter(lengths.values()), 1)
-    parts = min(count * replicas, samples) // replicas * replicas
+    parts = min(count, samples) // replicas * replicas
+    if samples == 0:
+        raise DataError("the batch has no samples.")
     if parts == 0:
-        needed = f"{replicas} replicas need one each" if samples else "a step needs one or more"
-        raise DataError(f"the batch has {samples} samples, but {needed}.")
+        raise DataError(
+            f"the batch has {counted(samples, 'sample')}, but {replicas} replicas need one each.",
+            "Leave small last batches out: DataLoader(..., drop_last=True).",
+        )
     whole, more = divmod(samples, parts)
     sizes = [whole + (index < more) for index in range(parts)]
     cut = {

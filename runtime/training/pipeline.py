@@ -304,7 +304,7 @@ class Pipeline(TrainedStages):
         own, world = [0.0, 0.0, 0.0], self._world
         with self._calls.during("evaluate", breaks=self.ranks > 1):
             for batch in batches:
-                given = self._split(batch)
+                given = self._split(batch, even=False)
                 done = self._forward(given, world.replica, world.replicas, outputs=False)
                 own = [before + each for before, each in zip(own, done.sums, strict=True)]
             own = own if world.tensor_rank == 0 else [0.0] * 3  # the others have the same
@@ -319,25 +319,26 @@ class Pipeline(TrainedStages):
         the ranks that make it, as in `StepResult`; None on the others. No target is needed."""
         for batch in batches:
             self._calls.check()
-            given = self._split(batch, target=False)
+            given = self._split(batch, target=False, even=False)
             with self._calls.during("predict", breaks=self.ranks > 1):
                 done = self._forward(given, 0, 1, outputs=True)
             weights = [self.executor.targets.of(part) for part in given.parts]
             yield gather_outputs(self.plan, done.outputs, given.sizes, weights)
 
     def _forward(self, given: GivenBatch, part: int, parts: int, *, outputs: bool) -> Evaluated:
-        """Runs one of several equal parts of a batch forward."""
-        number = len(given.parts) // parts
-        first = part * number
+        """Runs one of several parts of a batch forward; of a small batch it may be empty."""
+        first, end = (index * len(given.parts) // parts for index in (part, part + 1))
         done = Evaluated(dict(enumerate(given.samples)), keeps=outputs)
         with first_buffers(self.modules, self._world):
+            if first == end:
+                return done
             for _ in self.executor.paused(
-                forward_schedule(self.plan, self._forward_like, number),
+                forward_schedule(self.plan, self._forward_like, end - first),
                 lambda number: given.parts[number],
                 observer=done,
                 training=False,
                 first_micro_batch=first,
-                sizes=given.sizes[first : first + number],
+                sizes=given.sizes[first:end],
                 losses=not outputs,
             ):
                 pass
@@ -414,15 +415,13 @@ class Pipeline(TrainedStages):
         if kind is None:
             self.close()
 
-    def _split(self, batch: Any, *, target: bool | None = None) -> GivenBatch:
-        if target is None:
-            target = self.plan.loss is None
+    def _split(self, batch: Any, *, target: bool | None = None, even: bool = True) -> GivenBatch:
         return split_batch(
             self.plan,
             batch,
-            self.config.micro_batches,
-            replicas=self._world.replicas,
-            target=target,
+            self.config.micro_batches * self._world.replicas,
+            replicas=self._world.replicas if even else 1,
+            target=self.plan.loss is None if target is None else target,
             dtypes=input_dtypes(self.plan, self.config.dtype),
         )
 

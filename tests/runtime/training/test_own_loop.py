@@ -25,10 +25,12 @@ import asyncpipe
 from asyncpipe.commands.in_python import TrainKeywords
 from asyncpipe.runtime.checkpoint.storage import read_tensors
 from asyncpipe.runtime.config.settings import Settings
-from asyncpipe.runtime.data.task import SampleOrder
+from asyncpipe.runtime.data.given import split_batch
+from asyncpipe.runtime.data.task import SampleOrder, input_dtypes
 from asyncpipe.runtime.errors import AsyncPipeError, DataError
 from asyncpipe.runtime.executor.criterion import loss_of_stage
 from asyncpipe.runtime.options import options_of
+from asyncpipe.runtime.plan.plan import read_plan
 from asyncpipe.runtime.training import own_state
 from asyncpipe.runtime.training.joining import PipelineKeywords
 from asyncpipe.tests.support.models.generated import CASES, cut
@@ -201,28 +203,34 @@ class Tied(nn.Module):
         return out
 
 
-def measured(rank: int, folder: str) -> dict[str, Any]:
-    pipe = asyncpipe.Pipeline(folder, loss="cross_entropy", micro_batches=4)
-    found = pipe.evaluate([*batches(2), *batches(1, samples=3)])
+def measured(rank: int, folder: str, replicas: int) -> dict[str, Any]:
+    pipe = asyncpipe.Pipeline(folder, loss="cross_entropy", micro_batches=4, replicas=replicas)
+    small = [*batches(1, samples=3), *batches(1, samples=1)]
+    found = pipe.evaluate([*batches(2), *small])
     return {
         "evaluated": (found.loss, found.samples),
-        "predicted": list(pipe.predict([*batches(2), batches(1, samples=3)[0][0]])),
+        "predicted": list(pipe.predict([*batches(2), *(x for x, _ in small)])),
         "state": pipe.state_dict(full=True),
     }
 
 
-def test_evaluations_and_predictions_are_those_of_the_model_on_every_sample(folder: Path) -> None:
-    first, last = run_processes(2, measured, str(folder))
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_evaluations_and_predictions_are_those_of_the_model_on_every_sample(
+    replicas: int, folder: Path
+) -> None:
+    """Also of a batch that has fewer samples than there are replicas."""
+    ranks = run_processes(2 * replicas, measured, str(folder), replicas)
+    first, last = ranks[0], ranks[-1]
     model = asyncpipe.load(folder).eval()
-    given = [*batches(2), *batches(1, samples=3)]
+    given = [*batches(2), *batches(1, samples=3), *batches(1, samples=1)]
     with torch.no_grad():
         outputs = [model(x) for x, _ in given]
         losses = [
             F.cross_entropy(o, y, reduction="sum") for o, (_, y) in zip(outputs, given, strict=True)
         ]
-    assert first["evaluated"] == last["evaluated"]
-    assert first["evaluated"] == (pytest.approx(float(sum(losses)) / 27, rel=1e-6), 27)
-    assert first["predicted"] == [None] * 3
+    assert all(rank["evaluated"] == first["evaluated"] for rank in ranks)
+    assert first["evaluated"] == (pytest.approx(float(sum(losses)) / 28, rel=1e-6), 28)
+    assert first["predicted"] == [None] * 4
     for own, output in zip(last["predicted"], outputs, strict=True):
         assert torch.allclose(own, output, atol=1e-6)
     whole = model.state_dict()
@@ -598,7 +606,7 @@ Break = Callable[[asyncpipe.Pipeline], Any]
         (lambda pipe: pipe.step((batches(1)[0][0],)), "the loss needs a target, too"),
         (lambda pipe: pipe.step({"x": batches(1)[0][0]}), "no target for the loss"),
         (lambda pipe: pipe.step((torch.zeros(3, 16), torch.zeros(2).long())), "x 3, target 2"),
-        (lambda pipe: pipe.step((torch.zeros(0, 16), torch.zeros(0).long())), "has 0 samples"),
+        (lambda pipe: pipe.step((torch.zeros(0, 16), torch.zeros(0).long())), "has no samples"),
         (lambda pipe: pipe.step((torch.zeros(4, 5), torch.zeros(4).long())), "captured for 16"),
         (lambda pipe: pipe.step(None), "not an object of class NoneType"),
         (lambda pipe: pipe.evaluate([]), "evaluate got no batches"),
@@ -625,6 +633,14 @@ def test_a_batch_or_a_call_that_does_not_fit_is_one_sentence(
     pipe = asyncpipe.Pipeline(folder, loss=loss_of, micro_batches=4)
     with pytest.raises(AsyncPipeError, match=what):
         make(pipe)
+
+
+def test_a_step_with_fewer_samples_than_replicas_is_refused(folder: Path) -> None:
+    plan = read_plan(folder)
+    given = {"replicas": 2, "target": True, "dtypes": input_dtypes(plan, None)}
+    assert split_batch(plan, batches(1, samples=5)[0], 4, **given).samples == (2, 1, 1, 1)
+    with pytest.raises(AsyncPipeError, match="has 1 sample, but 2 replicas need one each"):
+        split_batch(plan, batches(1, samples=1)[0], 4, **given)
 
 
 def step(pipe: asyncpipe.Pipeline, optimizer: Any) -> None:
