@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, count
 from pathlib import Path
+from threading import Event
 from time import sleep
 from types import MappingProxyType
 from typing import Any
@@ -408,11 +409,22 @@ def passages(ms: float, taken: list[int]) -> Iterator[WholeTimes]:
 
 
 def test_a_stage_that_is_done_goes_on_until_all_are() -> None:
-    quick: list[int] = []
-    slow: list[int] = []
-    times = together([passages(50.0, quick), passages(20.0, slow)], 100.0, threads=1)
+    """The slow one ends only after the quick one, done after three passages, has begun a fourth."""
+    goes_on = Event()
+
+    def quick() -> Iterator[WholeTimes]:
+        for number in count():
+            if number == 3:
+                goes_on.set()
+            yield WholeTimes(50.0, 0.0)
+
+    def slow() -> Iterator[WholeTimes]:
+        for number in count():
+            assert number < 5 or goes_on.wait(20.0)
+            yield WholeTimes(20.0, 0.0)
+
+    times = together([quick(), slow()], 100.0, threads=1)
     assert [len(of_one) for of_one in times] == [3, 6]
-    assert len(quick) > len(times[0])
 
 
 @pytest.mark.parametrize(("first_ms", "counts"), [(300.0, True), (314.0, True), (316.0, False)])
